@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from calibadv_jax.config import Config, RewardConfig, load_config
+from calibadv_jax.config import Config, RewardConfig, RolloutConfig, load_config
 from calibadv_jax.config.kept import newest_start
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rollout.agent import run_trajectory
-from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.run.wiring import open_rollouts
@@ -83,34 +81,24 @@ def open_policy(config: Config, source: PolicySource, slots: int = 1) -> Iterato
             yield rollouts
 
 
-def question_of(text: str, name: str) -> Question:
-    return Question(name, well_formed(text), (), "ask")
-
-
-def check_question(rollouts: Rollouts, text: str) -> None:
-    """Raise UserError if the prompt of a question cannot be built, or is too long."""
-    context = rollouts.context
-    length = context.rollout.max_prompt_length
-    open_prompt(question_of(text, "question"), context.tokenizer, context.prompt, length, context.actions)
-
-
 async def answer(
     rollouts: Rollouts,
     name: str,
     text: str,
     watch: Callable[[Turn, bool], object],
+    rollout: RolloutConfig,
     seed: int | None = None,
     session: str = "",
-    **changes: Any,
 ) -> Trajectory:
-    """Write a trajectory on the loop of `rollouts`, with `changes` of its RolloutConfig.
+    """Write a trajectory with the limits of `rollout` on the loop of `rollouts`.
 
     `name` and `seed` (None: the run's) determine every sampled token. `watch`: see `RolloutContext`.
     `session` (default: `name`) is unique among questions under way.
     """
-    context = replace(rollouts.context, watch=watch, rollout=replace(rollouts.context.rollout, **changes))
+    question = Question(name, well_formed(text), (), "ask")
+    context = replace(rollouts.context, watch=watch, rollout=rollout)
     seed = rollouts.seed if seed is None else seed
-    return await run_trajectory(context, question_of(text, name), 0, seed, session or name)
+    return await run_trajectory(context, question, 0, seed, session or name)
 
 
 def observed_words(turn: Turn) -> str:

@@ -113,11 +113,10 @@ class JudgeClient:
         patience = self.config.patience
         try:
             return await http_client.retry(attempt, patience)
-        except (Unreachable, BadReply) as error:
-            problem = f"no verdict in {http_client.BAD_REPLIES} attempts: {error}"
-            if isinstance(error, Unreachable):
-                advice = "start the endpoint, or correct reward.judge.url"
-                problem = f"{http_client.no_answer(patience)} ({error}); {advice}"
+        except BadReply as error:
+            raise RequestFailed(JUDGE, f"judge {self.url}: no verdict: {error}") from error
+        except Unreachable as error:
+            problem = f"{http_client.no_answer(patience)} ({error}); start it, or correct reward.judge.url"
             raise RequestFailed(JUDGE, f"judge {self.url}: {problem}") from error
 
     async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
@@ -148,7 +147,7 @@ class JudgeClient:
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
-    """Write one line of JSON for the judge: no text in it can end its field, its line or its message."""
+    """Return one line of JSON for the judge: no text in it can end its field, its line or its message."""
     golden, judged = ", ".join(map(_quoted, golden_answers)), _quoted(answer[:LONGEST_ANSWER])
     return f'{{"question": {_quoted(question)}, "golden_answers": [{golden}], "answer": {judged}}}'
 

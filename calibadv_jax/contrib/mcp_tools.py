@@ -6,7 +6,6 @@ The optional package `mcp` is imported in functions. What servers send is bounde
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
 import os
@@ -45,7 +44,7 @@ T = TypeVar("T")
 Request = Callable[[Any], Awaitable[T]]  # of a client of the package
 
 
-def mcp_actions(config: McpConfig, max_length: int, log: Path | None = None) -> list[Action]:
+def mcp_actions(config: McpConfig, max_length: int, log: Path = Path(os.devnull)) -> list[Action]:
     """Return the tools of a server that are on; the server is started, or asked, and left again.
 
     The standard error of its program is added to `log`, and what it writes to its standard output that is no
@@ -71,7 +70,7 @@ class _OfLoop:
 class McpServer:
     """A server and its connection in each event loop."""
 
-    def __init__(self, config: McpConfig, log: Path | None):
+    def __init__(self, config: McpConfig, log: Path):
         self.config, self._log = config, log
         self.where = f"MCP server {config.url or config.command}"
         self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
@@ -248,17 +247,17 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
         from mcp.client.stdio import stdio_client
 
         program, *arguments = shlex.split(config.command)
-        options = {"env": dict(os.environ), "encoding_error_handler": "replace"}
-        started = mcp.StdioServerParameters(command=program, args=arguments, **options)
+        started = mcp.StdioServerParameters(
+            command=program, args=arguments, env=dict(os.environ), encoding_error_handler="replace"
+        )
         return mcp.Client(messages_only(stdio_client(started, errlog=log.stream), log), cache=None)
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     http = create_mcp_http_client(headers={"Authorization": f"Bearer {token}"} if token else None)
     http.event_hooks = {"response": [bound_reply]}
-    limits = {"max_sse_event_size": LONGEST_REPLY}  # older versions of the package have none
-    bounds = limits if limits.keys() & inspect.signature(streamable_http_client).parameters else {}
-    return mcp.Client(streamable_http_client(config.url, http_client=http, **bounds), cache=None)
+    streams = streamable_http_client(config.url, http_client=http, max_sse_event_size=LONGEST_REPLY)
+    return mcp.Client(streams, cache=None)
 
 
 class McpAction(Action):
@@ -268,7 +267,7 @@ class McpAction(Action):
         self._server, self._tool = server, tool.name
         schema = tool.input_schema if isinstance(tool.input_schema, dict) else {}
         properties = schema.get("properties") or {}
-        types = {name: _type(each) for name, each in properties.items()}
+        types = {name: _type(value) for name, value in properties.items()}
         self._only = next(iter(types)) if list(types.values()) == ["string"] else ""
         described = " ".join((tool.description or "").split())[:LONGEST_PURPOSE].rstrip(".")
         self.name = re.sub(r"\W", "_", tool.name, flags=re.ASCII)
@@ -324,9 +323,9 @@ def excerpt(text: str) -> str:
 
 
 class ServerLog:
-    """The standard error of a server's program, a pipe whose text is added to a file if there is a `path`."""
+    """The standard error of a server's program, a pipe whose text is added to a file."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path):
         self._path, self._tail = path, b""
         reading, writing = os.pipe()
         self.stream = os.fdopen(writing, "wb", buffering=0)
@@ -343,12 +342,11 @@ class ServerLog:
         with open(reading, "rb", buffering=0) as source:
             while text := source.read(2**16):
                 self._tail = (self._tail + text)[-_TAIL:]
-                if self._path is not None:
-                    with suppress(OSError):  # a full disk must not stop the server
-                        self._path.parent.mkdir(parents=True, exist_ok=True)
-                        set_aside(self._path)
-                        with self._path.open("ab") as log:
-                            log.write(text)
+                with suppress(OSError):  # a full disk must not stop the server
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    set_aside(self._path)
+                    with self._path.open("ab") as log:
+                        log.write(text)
 
 
 @asynccontextmanager

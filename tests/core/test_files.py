@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
 APPENDED = {
     *("core/files.py", "contrib/commands/prepare_data.py", "contrib/worlds/world.py"),
-    *("contrib/pages/site.py", "services/object_store.py", "snapshots/huggingface.py", "snapshots/peft.py"),
+    *("services/object_store.py", "snapshots/huggingface.py", "snapshots/peft.py"),
     "evaluation/records.py",
 }
 

@@ -1,4 +1,4 @@
-"""Pages of a run that was trained, and questions to its policy: the real program, small."""
+"""Questions to the policy of a run that was trained: the real program, small."""
 
 import signal
 import subprocess
@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib import asking
@@ -40,24 +39,6 @@ def trained(tmp_path_factory):
     write_world(config.world)
     train.run(config)
     return folder
-
-
-def test_its_page(trained, served, page):
-    with served(trained) as address:
-        page.goto(f"{address}/#step=1&group=0")
-        page.wait_for_selector("#detail[data-ready='1/0']")
-        assert page.inner_text("#count") == "32 trajectories in 8 groups"
-        assert page.locator(".card").count() == 4 and page.locator(".token").count() > 4
-
-
-def test_its_report(trained, page, tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit) as end:
-        cli.calibadv(["report", str(trained), "--output", str(tmp_path / "report.html")])
-    assert end.value.code == 0
-    page.goto((tmp_path / "report.html").as_uri())
-    keys = page.locator("figure").evaluate_all("all => all.map((one) => one.id)")
-    assert {"lengths", "endings", "phases", "tokens_per_second"} <= set(keys)
 
 
 def test_question_to_its_policy(trained):

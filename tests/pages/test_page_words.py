@@ -62,83 +62,85 @@ def empty_winner(group):
 
 SCORES = "Scores of the finished trajectories: 1, 0, 0, 0. "
 SOFT = "Soft penalty: a negative advantage of an action is multiplied by 1 − its correctness."
-CARRIED = " calibrates no turn: every turn carries its trajectory's advantage."
+NO_SILVER = "(no trajectory in the right format that saw documents scored 0.7 of the largest reward or more)."
 REPEATED = "repeats the documents of turn 1, although it found 1 new silver document among its 3: “title c”"
 FINDING = "it found 2 new silver documents among its 3: “title a” (weight 1), “title b” (weight 1)"
-ONE_SIDE = "One side is empty and nothing can balance the other: they become 0."
-# A change of the group, settings, and parts of the words: of turns (trajectory, turn), of trajectories, of
-# the group (""). A text that begins with "=" is the whole of them.
-CASES = {
-    "softened": (None, {}, {
-        (1, 0): f"=Softened. Correctness 0.667: {FINDING} (fraction: 2 / 3 = 0.667)."
-        " −0.500 × (1 − 0.667) = −0.167.",
-        1: "=(0 − 0.25) / 0.5 = −0.500.",
-        "": f"{SCORES}Advantage by grpo: (score − mean 0.25) / standard deviation 0.5. {SOFT}",
-    }),
-    "not softened": (None, {}, {
-        (0, 0): "Correctness 1: it found 3 new silver documents",
-        (1, 1): "=Not softened. Correctness 0: the search repeats the documents of turn 1.",
-        (2, 0): "=Not softened. Correctness 0: it found no silver document.",
-        (3, 0): "=", (3, 1): "=", (4, 0): "=",
-        3: "=Invalid format: turn 2: no action: none of <search>, <answer>. None of its turns is judged."
-        " (0 − 0.25) / 0.5 = −0.500.",
-        4: "left out of its group",
-    }),
-    "all failed": (fail_all, {}, {"": "=No trajectory of this group was finished: nothing is trained."}),
-    "repetition": (find_new, {}, {(1, 1): REPEATED}),
-    "seen": (see_again, {}, {(1, 1): "Correctness 0: its silver documents had been seen before."}),
-    "max": (None, {"correctness": "max"}, {(1, 0): "(max: the largest of these weights = 1)"}),
-    "mean": (None, {"correctness": "mean"}, {(1, 0): "(mean: 2 (sum of these weights) / 3 = 0.667)"}),
-    "no silver": (answer_wrong, {}, {
-        (1, 0): "=", (1, 1): "=", (1, 2): "=", 1: "=",
-        "": "=Scores of the finished trajectories: 0, 0, 0, 0. They do not differ, so every advantage is"
-        f" 0.000: nothing is learned from this group. {SOFT} Every correctness is 0: the group has no silver"
-        " documents (no trajectory in the right format that saw documents scored 0.7 of the largest reward or"
-        " more).",
-    }),
-    "one side": (empty_winner, {}, {
-        **dict.fromkeys([(0, 0), (0, 1)], "=No token was sampled: nothing is trained."), "": ONE_SIDE,
-    }),
-    "switched off": (None, {"soft_penalty": False, "rebalance": False, "normalize_std": False}, {
-        (1, 0): "Correctness 0.667", (1, 2): "=", 1: "=0 − 0.25 = −0.250.",
-        "": "Switched off: advantage.soft_penalty. Switched off: advantage.rebalance.",
-    }),
-    "rloo": (None, {"name": "rloo"}, {
-        0: "=", 1: "=", 2: "=", (1, 0): "=",
-        "": f"={SCORES}Advantage by rloo: score - mean of the others. rloo{CARRIED}",
-    }),
-    "grpo": (None, {"name": "grpo"}, {(1, 0): "=", "": f" grpo{CARRIED}"}),
-    "dr_grpo": (None, {"name": "dr_grpo"}, {0: "=1 − 0.25 = +0.750.", "": "dr_grpo: score − mean 0.25."}),
-    "base": (None, {"base": "rloo"}, {(1, 0): "Softened.", "": "rloo: score - mean of the others."}),
-    "querygroup": (None, {"name": "querygroup"}, {
-        (1, 0): f"Correctness 0.667: {FINDING}", "": "querygroup: searches are compared with each other",
-    }),
-    "variant": (None, {"rebalance_over": "all", "softening": "aggressive"}, {
-        (1, 0): "Correctness 0.667: ", (0, 1): "=",
-        "": "CalibAdv with softening=aggressive, rebalance_over=all: each turn shows",
-    }),
-}  # fmt: skip
+GROUPS = {  # name: settings, and a change of the group
+    "paper": ({}, None),
+    "failed": ({}, fail_all),
+    "new": ({}, find_new),
+    "seen": ({}, see_again),
+    "no silver": ({}, answer_wrong),
+    "one side": ({}, empty_winner),
+    "off": ({"soft_penalty": False, "rebalance": False, "normalize_std": False}, None),
+    "variant": ({"rebalance_over": "all", "softening": "aggressive"}, None),
+    "base": ({"base": "rloo"}, None),
+    **{name: ({"correctness": name}, None) for name in ("max", "mean")},
+    **{name: ({"name": name}, None) for name in ("rloo", "grpo", "dr_grpo", "querygroup")},
+}
+# Name; turn (trajectory, number), trajectory, or "" for the group; part of its words, after "=" all of them.
+WORDS = [
+    ("paper", (1, 0), f"Softened. Correctness 0.667: {FINDING} (fraction: 2 / 3 = 0.667)."),
+    ("paper", (1, 0), " −0.500 × (1 − 0.667) = −0.167."),
+    ("paper", 1, "=(0 − 0.25) / 0.5 = −0.500."),
+    ("paper", "", f"{SCORES}Advantage by grpo: (score − mean 0.25) / standard deviation 0.5. {SOFT}"),
+    ("paper", (0, 0), "Correctness 1: it found 3 new silver documents"),
+    ("paper", (1, 1), "=Not softened. Correctness 0: the search repeats the documents of turn 1."),
+    ("paper", (2, 0), "=Not softened. Correctness 0: it found no silver document."),
+    ("paper", (3, 1), "="),
+    ("paper", (4, 0), "="),
+    (
+        "paper",
+        3,
+        "Invalid format: turn 2: no action: none of <search>, <answer>. None of its turns is judged.",
+    ),
+    ("paper", 4, "left out of its group"),
+    ("failed", "", "=No trajectory of this group was finished: nothing is trained."),
+    ("new", (1, 1), REPEATED),
+    ("seen", (1, 1), "Correctness 0: its silver documents had been seen before."),
+    ("max", (1, 0), "(max: the largest of these weights = 1)"),
+    ("mean", (1, 0), "(mean: 2 (sum of these weights) / 3 = 0.667)"),
+    ("no silver", (1, 0), "="),
+    ("no silver", 1, "="),
+    ("no silver", "", "They do not differ, so every advantage is 0.000: nothing is learned from this group."),
+    ("no silver", "", f"{SOFT} Every correctness is 0: the group has no silver documents {NO_SILVER}"),
+    ("one side", (0, 0), "=No token was sampled: nothing is trained."),
+    ("one side", "", "One side is empty and nothing can balance the other: they become 0."),
+    ("off", (1, 0), "Correctness 0.667"),
+    ("off", (1, 2), "="),
+    ("off", 1, "=0 − 0.25 = −0.250."),
+    ("off", "", "Switched off: advantage.soft_penalty. Switched off: advantage.rebalance."),
+    ("rloo", 0, "="),
+    ("rloo", (1, 0), "="),
+    (
+        "rloo",
+        "",
+        "Advantage by rloo: score - mean of the others. rloo calibrates no turn: every turn carries",
+    ),
+    ("grpo", (1, 0), "="),
+    ("grpo", "", " grpo calibrates no turn: every turn carries its trajectory's advantage."),
+    ("dr_grpo", 0, "=1 − 0.25 = +0.750."),
+    ("dr_grpo", "", "dr_grpo: score − mean 0.25."),
+    ("base", (1, 0), "Softened."),
+    ("base", "", "rloo: score - mean of the others."),
+    ("querygroup", (1, 0), f"Correctness 0.667: {FINDING}"),
+    ("querygroup", "", "querygroup: searches are compared with each other"),
+    ("variant", (1, 0), "Correctness 0.667: "),
+    ("variant", (0, 1), "="),
+    ("variant", "", "CalibAdv with softening=aggressive, rebalance_over=all: each turn shows"),
+]
 
 
-@pytest.mark.parametrize(("change", "settings", "expected"), CASES.values(), ids=CASES)
-def test_words_of_turns_trajectories_and_group(explain, change, settings, expected):
-    words = explain(*[change] * (change is not None), **settings)
+@pytest.mark.parametrize("name", GROUPS)
+def test_words_of_turns_trajectories_and_group(explain, name):
+    settings, change = GROUPS[name]
+    words = explain(change or (lambda group: None), **settings)
     assert words.is_judged == (settings.get("name", "calibadv") in ("calibadv", "querygroup"))
-    for place, text in expected.items():
-        shown = words.group if place == "" else None
-        if shown is None:
-            shown = words.turns[place[0]][place[1]] if isinstance(place, tuple) else words.trajectories[place]
-        assert shown == text[1:] if text.startswith("=") else text in shown, place
-
-
-def test_explanation_of_a_group_stands_once(explain):
-    """What holds for the whole group is in none of the columns."""
-    words = explain()
-    columns = [*words.trajectories, *sum(words.turns, [])]
-    for sentence in ("Scores of", "standard deviation", "Soft penalty", "Rebalancing", "sum up to"):
-        assert words.group.count(sentence) == 1 and sentence not in " ".join(columns), sentence
-    long = [text for text in columns if len(text) > 80]
-    assert len(set(long)) == len(long)
+    shown = {"": words.group} | dict(enumerate(words.trajectories))
+    for index, turns in enumerate(words.turns):
+        shown |= {(index, number): text for number, text in enumerate(turns)}
+    for _, place, text in (row for row in WORDS if row[0] == name):
+        assert shown[place] == text[1:] if text.startswith("=") else text in shown[place], place
 
 
 def test_answer_turn_shows_the_rebalancing(explain):

@@ -135,7 +135,7 @@ def test_endpoint_that_is_away_is_waited_for(endpoint):
     assert scores(replace(config, patience=20), "Paris")[0]["judge"] == 1.0
     (failure,) = scores(replace(config, url="http://127.0.0.1:9/v1", patience=0.05), "Paris")
     assert isinstance(failure, RequestFailed) and failure.service == "judge"
-    assert "no answer for 0.05 s" in str(failure) and "start the endpoint" in str(failure)
+    assert "no answer for 0.05 s" in str(failure) and "start it, or correct" in str(failure)
 
 
 def choice(**fields):
@@ -171,7 +171,7 @@ def test_reply_without_a_verdict_says_why(endpoint, replies, kind, message):
         return failure.value, await client.score(answered("Paris"))
 
     failure, scored = judged_with(config, score_twice)
-    assert type(failure) is kind and "start the endpoint" not in str(failure)
+    assert type(failure) is kind and "start it" not in str(failure)
     assert scored == {"judge": 1.0, "judge_agreement": 1.0} and len(handler.bodies) == len(replies) + 1
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from calibadv_jax.config import Config
 from calibadv_jax.contrib import asking
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     ask(config, source, questions or typed_questions(), arguments.temperature, console.say)
 
 
-def ask(config: Config, source: PolicySource, questions: Any, temperature: float, say: Say) -> None:
+def ask(config: Config, source: PolicySource, questions: Iterable[str], temperature: float, say: Say) -> None:
     """Answer a list of questions, or those of an iterator that waits for somebody to type.
 
     Raises UserError if policy, sampler or retriever cannot be used, or a question of a list failed.
@@ -70,7 +70,8 @@ def answer(rollouts: Rollouts, name: str, text: str, temperature: float, say: Sa
         for number, document in enumerate(turn.documents, 1):
             say(folded(number, document))
 
-    return rollouts.run(asking.answer(rollouts, name, text, show, temperature=temperature))
+    rollout = replace(rollouts.context.rollout, temperature=temperature)
+    return rollouts.run(asking.answer(rollouts, name, text, show, rollout))
 
 
 def typed_questions() -> Iterator[str]:

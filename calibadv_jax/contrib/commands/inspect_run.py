@@ -1,4 +1,4 @@
-"""The trajectory page: ``calibadv inspect RUN [--steps FIRST-LAST] [--port N | --output FOLDER]``."""
+"""The trajectory page: ``calibadv inspect RUN [--steps FIRST-LAST] [--port N]``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.contrib.pages.site import Site, make_server, write_site
+from calibadv_jax.contrib.pages.site import Site, make_server
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 
@@ -19,26 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
     text = "show only these steps, such as 10-20"
     parser.add_argument("--steps", default="", metavar="FIRST-LAST", help=text)
-    group = parser.add_mutually_exclusive_group()
     text = "port of the server, which only this machine reaches (default: %(default)s; 0: any free port)"
-    group.add_argument("--port", type=number(int, least=0, below=65536), default=PORT, help=text)
-    text = "write the page as files for a web server into this folder, and end"
-    group.add_argument("--output", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument("--port", type=number(int, least=0, below=65536), default=PORT, help=text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve the page until it is interrupted, or write it."""
+    """Serve the page until it is interrupted."""
     console = Console()
     site = Site(arguments.run, *_parse_steps(arguments.steps))
     steps = site.steps()  # read before a browser waits for it
     console.note(f"{len(steps)} steps, {sum(len(step['rows']['index']) for step in steps)} trajectories")
-    if arguments.output and not steps:
-        raise UserError(f"{arguments.run}: keeps no step yet; --output writes those that are there")
-    if arguments.output:
-        number = write_site(site, arguments.output)
-        console.say(f"{number} files in {arguments.output}; look at them with")
-        console.say(f"python -m http.server --bind 127.0.0.1 --directory {arguments.output}")
-        return
     with make_server(site, arguments.port) as server:
         console.say(f"http://localhost:{server.server_port}/")
         console.note("new steps appear by themselves; Ctrl-C ends")

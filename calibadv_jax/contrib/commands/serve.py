@@ -46,8 +46,6 @@ def run(arguments: argparse.Namespace) -> None:
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed; pip install 'calibadv-jax[retriever]'")
-    if wrong := [word for word in arguments.words if not asking.OVERRIDE.fullmatch(word)]:
-        raise UserError(f"{wrong[0]!r} is no key.path=value; people ask on the page, calibadv ask asks here")
     token = read_token(arguments.token_file)
     if arguments.host not in LOOPBACK and not token:
         raise UserError(f"--host {arguments.host} is open to the network: protect it with --token-file FILE")
@@ -57,11 +55,18 @@ def run(arguments: argparse.Namespace) -> None:
         console.note(f"opening {source}, the sampler and the retriever")
         with asking.open_policy(config, source, arguments.slots) as rollouts:
             app = load_optional("serving.app")
-            warm_up = asking.answer(rollouts, "warm-up", "who?", rollouts.context.watch)
+            context = rollouts.context
+            warm_up = asking.answer(rollouts, "warm-up", "who?", context.watch, context.rollout)
             if error := rollouts.run(warm_up).error:  # else the first client waits for compilers
                 raise EnvironmentFailure(error)
-            limits = (arguments.slots, arguments.queue, arguments.time_limit, arguments.temperature)
-            service = app.Service(rollouts, printable(short_name(arguments.policy)), *limits)
+            service = app.Service(
+                rollouts,
+                model=printable(short_name(arguments.policy)),
+                slots=arguments.slots,
+                queue=arguments.queue,
+                seconds=arguments.time_limit,
+                temperature=arguments.temperature,
+            )
             with app.serving(service, listener, token) as ended:
                 host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
                 console.say(f"http://{host}:{listener.getsockname()[1]}/")

@@ -18,19 +18,8 @@ def show(run: str | Path, height: int = 700) -> None:
     from IPython.display import IFrame, display
 
     colab = sys.modules.get("google.colab.output")  # every kernel there has imported it
-    server = make_server(Site(Path(run)), 0)
-
-    class Framed(server.RequestHandlerClass):  # type: ignore[misc, name-defined]
-        def send_header(self, name: str, value: str) -> None:
-            ancestors = f"frame-ancestors {COLAB if colab else JUPYTER}"
-            super().send_header(name, value.replace("frame-ancestors 'none'", ancestors))
-
-        def do_GET(self) -> None:
-            if colab:  # only Colab's proxy reaches this machine, for its user alone, under names of its own
-                self.headers.replace_header("Host", "localhost")
-            super().do_GET()
-
-    server.RequestHandlerClass = Framed
+    # Only Colab's proxy reaches its machines, for their user alone, under names of its own.
+    server = make_server(Site(Path(run)), 0, COLAB if colab else JUPYTER, any_host=colab is not None)
     threading.Thread(target=server.serve_forever, name="inspect", daemon=True).start()
     if colab:
         colab.serve_kernel_port_as_iframe(server.server_port, height=height)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import cached_property, lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pyarrow.compute as pc
 
+from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.config.kept import newest_start
 from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
 from calibadv_jax.core.errors import UserError
@@ -52,13 +54,6 @@ _COLUMNS = (
     _TURN + "documents.list.element.id",
 )
 _GROUP = re.compile(r"data/group_(\d{1,9})_(\d{1,9})\.json")
-HEADERS = {
-    "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
 _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its own name point to this machine
 
 
@@ -73,8 +68,6 @@ class Site:
         self.folder, self.first, self.last = folder, first, last
         self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
         self._step = lru_cache(maxsize=None)(_read_step)
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; give the folder of a run (run.dir)")
         steps = list(kept_steps(folder))
         if not steps and self._config().get("log", {}).get("rollouts", "none") == "none":
             advice = "give the folder of a run with log.rollouts"
@@ -129,20 +122,20 @@ class Site:
             about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
             return _json(about | {"steps": steps})
         if match := _GROUP.fullmatch(address):
-            version = self._versions().get(int(match[1]))
-            own = pc.field("group") == int(match[2])
-            rows = self._table(*version).filter(own).to_pylist() if version else []
-            if not rows:
-                return None
-            metadata = self._metadata()
-            settings = json.loads(metadata["advantage"])  # that section of the run's config
-            return _json(transcript(rows, self._pieces, settings, *opening_and_actions(metadata)))
-        return (STATIC / address).read_bytes() if address in static_files() else None
+            return self._group(int(match[1]), int(match[2]))
+        is_static = address in {path.name for path in STATIC.iterdir()}
+        return (STATIC / address).read_bytes() if is_static else None
 
-
-def static_files() -> list[str]:
-    """Return the names of the files that do not depend on the run."""
-    return [path.name for path in STATIC.iterdir() if path.is_file()]
+    def _group(self, step: int, group: int) -> bytes | None:
+        version = self._versions().get(step)
+        rows = self._table(*version).filter(pc.field("group") == group).to_pylist() if version else []
+        if not rows:
+            return None
+        metadata = self._metadata()
+        section = json.loads(metadata["advantage"])
+        names = {field.name for field in fields(AdvantageConfig)}  # an older run may have had other keys
+        config = AdvantageConfig(**{name: section[name] for name in names & section.keys()})
+        return _json(transcript(rows, self._pieces, config, *opening_and_actions(metadata)))
 
 
 def flags_of(row: RecordRow) -> int:
@@ -211,8 +204,22 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
-def make_server(site: Site, port: int) -> ThreadingHTTPServer:
+def guard_headers(frame_ancestors: str = "'none'") -> dict[str, str]:
+    """Return the headers of every reply that guard a page."""
+    return {
+        "Content-Security-Policy": f"{POLICY}; frame-ancestors {frame_ancestors}",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+
+
+def make_server(
+    site: Site, port: int, frame_ancestors: str = "'none'", any_host: bool = False
+) -> ThreadingHTTPServer:
     """Return a server on the loopback address; `port` 0: a free one (`server_port`). UserError if taken."""
+    guards = guard_headers(frame_ancestors)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -220,26 +227,23 @@ def make_server(site: Site, port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             status, content, headers = self._reply()
             self.send_response(status)
-            if content is not None:
-                headers |= {"Content-Length": str(len(content))}
-            for name, value in (HEADERS | headers).items():
+            if status != HTTPStatus.NOT_MODIFIED:
+                self.send_header("Content-Length", str(len(content)))
+            for name, value in (guards | headers).items():
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
-                if content and self.command != "HEAD":
-                    self.wfile.write(content)
+                self.wfile.write(content)
 
-        do_HEAD = do_GET
-
-        def _reply(self) -> tuple[HTTPStatus, bytes | None, dict[str, str]]:
+        def _reply(self) -> tuple[HTTPStatus, bytes, dict[str, str]]:
             address = urlsplit(self.path).path.removeprefix("/") or "index.html"
             text = {"Content-Type": TYPES["txt"]}
-            if not is_this_machine(self.headers.get("Host", "")):
+            if not any_host and not is_this_machine(self.headers.get("Host", "")):
                 return HTTPStatus.FORBIDDEN, b"open this page as localhost\n", text
             try:
                 tag = {"ETag": site.index_tag()} if address == INDEX else {}
                 if tag and self.headers.get("If-None-Match") == tag["ETag"]:
-                    return HTTPStatus.NOT_MODIFIED, None, tag
+                    return HTTPStatus.NOT_MODIFIED, b"", tag
                 content = site.get(address)
             except UserError as error:
                 return HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(), text
@@ -261,20 +265,3 @@ def is_this_machine(host: str) -> bool:
         return urlsplit(f"//{host}").hostname in _NAMES
     except ValueError:
         return False
-
-
-def write_site(site: Site, folder: Path) -> int:
-    """Write all files of the page; return their number. Raises UserError if the folder holds other files."""
-    is_page = folder.is_dir() and (not any(folder.iterdir()) or (folder / INDEX).is_file())
-    if folder.exists() and not is_page:
-        raise UserError(f"{folder}: exists, and holds no such page; give --output a new or empty folder")
-    (folder / "data").mkdir(parents=True, exist_ok=True)
-    for old in (folder / "data").glob("group_*.json"):
-        old.unlink()
-    groups = ((step["step"], group) for step in site.steps() for group in step["groups"]["group"])
-    addresses = [*static_files(), INDEX, *(f"data/group_{step}_{group}.json" for step, group in groups)]
-    for address in addresses:
-        content = site.get(address)
-        assert content is not None, address
-        (folder / address).write_bytes(content)
-    return len(addresses)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,12 @@ from calibadv_jax.advantages.credit import last_filled, two_sides
 from calibadv_jax.advantages.estimators import ESTIMATORS, mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import NO_ACTIONS, SEARCH_ALONE
+from calibadv_jax.core.tags import CLOSE_INFORMATION
+from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.record.reader import from_rows
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
-AdvantageSettings = Mapping[str, Any]  # the section `advantage` of the run's config
 # Columns that are shown as they are.
 _GROUP = ("step", "group", "question_id", "question", "data_source", "golden_answers", "supporting_ids")
 _TRAJECTORY = ("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw")
@@ -67,28 +69,27 @@ class Pieces:
 def transcript(
     rows: Sequence[RecordRow],
     pieces: Pieces,
-    settings: AdvantageSettings,
-    opening: str = "",
-    actions: tuple[str, ...] = SEARCH_ALONE,
+    config: AdvantageConfig,
+    opening: str,
+    actions: tuple[str, ...],
 ) -> dict[str, Any]:
     """Return a group in JSON's types: `rows` are all its trajectories, with all columns."""
-    first, facts = rows[0], _facts(rows, settings)
+    first, facts, estimator = rows[0], _facts(rows, config), ESTIMATORS.get(config.name)
     (group,), *_ = from_rows(rows, opening, actions)
-    words, name = WORDS.group(facts, settings, first["silver"]), settings.get("name")
+    words = WORDS.group(facts, config, first["silver"])
     return {
         **{name: first[name] for name in _GROUP},
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
         "why": [line for line in words.splitlines() if line],
-        # Whether searches have a correctness, see `advantages.estimators.judges`.
-        "is_judged": name == "calibadv" or (name in ESTIMATORS and ESTIMATORS[name].judges),
+        "is_judged": config.is_calibrated or (estimator is not None and estimator.judges),
         "trajectories": [
             {
                 **{name: row[name] for name in _TRAJECTORY},
                 "seconds": round(row["seconds"], 3),
                 "metrics": dict(row["metrics"]),
                 "why": WORDS.trajectory(row, facts, format_flaw(trajectory)).strip(),
-                "turns": _turns(row, pieces, settings, turn_flaws(trajectory)),
+                "turns": _turns(row, pieces, config, turn_flaws(trajectory)),
             }
             for row, trajectory in zip(rows, group.attempts, strict=True)
         ],
@@ -96,11 +97,11 @@ def transcript(
 
 
 def _turns(
-    row: RecordRow, pieces: Pieces, settings: AdvantageSettings, flaws: Sequence[str]
+    row: RecordRow, pieces: Pieces, config: AdvantageConfig, flaws: Sequence[str]
 ) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     seen: set[str] = set()  # documents of earlier turns
-    silver, facts = dict(row["silver"]), {"variants": variant_keys(settings)}
+    silver, facts = dict(row["silver"]), {"variants": variant_keys(asdict(config))}
     last = last_filled([turn["token_ids"] for turn in row["turns"]])
     for place, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
         documents = [
@@ -120,11 +121,11 @@ def _turns(
                 "ids": turn["token_ids"],
                 "pieces": pieces.pieces(turn["token_ids"]),
                 **{name: _rounded(turn[name]) for name in ("logprobs", "learner_logprobs")},
-                "observation": observation_parts(turn["observation_text"], documents),
+                "observation": observation_parts(turn["observation_text"]),
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
                 # Empty where the group's words cover it.
-                "why": WORDS.turn(row, turn, place == last, facts, settings).strip(),
+                "why": WORDS.turn(row, turn, place == last, facts, config).strip(),
                 "flaw": flaw,
             }
         )
@@ -138,29 +139,19 @@ def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
     return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
-def observation_parts(text: str, documents: Sequence[RecordRow]) -> list[dict[str, Any]]:
+def observation_parts(text: str) -> list[dict[str, Any]]:
     """Return the observation in order, `{"text", "document"}`: a part shows a document (its place) or none.
 
     Documents are located by the headers that the agent loop writes; no document can forge one
     (`tags.neutralise`). An observation that was cut may lack the last documents.
     """
-    starts, position = [], 0
-    for place, document in enumerate(documents):
-        position = text.find(f'Doc {place + 1}(Title: "{document["title"]}', position)
-        if position < 0:
-            break
-        starts.append(position)
-        position += 1
-    if not starts:
-        return [{"text": text, "document": None}] if text else []
-    end = text.rfind("</information>")
-    bounds = [0, *starts, end if end >= starts[-1] else len(text), len(text)]
-    places = [None, *range(len(starts)), None]
-    return [
-        {"text": text[start:stop], "document": place}
-        for place, start, stop in zip(places, bounds, bounds[1:], strict=False)
-        if start < stop
-    ]
+    before, *shown = re.split(r'(?=Doc \d+\(Title: ")', text)
+    parts: list[tuple[str, int | None]] = [(before, None)]
+    parts += [(document, place) for place, document in enumerate(shown)]
+    last, closing, after = parts[-1][0].rpartition(CLOSE_INFORMATION.strip())
+    if shown and closing:
+        parts[-1:] = [(last, len(shown) - 1), (closing + after, None)]
+    return [{"text": part, "document": place} for part, place in parts if part]
 
 
 def signed(value: float) -> str:
@@ -182,33 +173,29 @@ _source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
 WORDS: Any = _environment.from_string(_source).module
 
 
-def _facts(group: Sequence[RecordRow], settings: AdvantageSettings) -> dict[str, Any]:
+def _facts(group: Sequence[RecordRow], config: AdvantageConfig) -> dict[str, Any]:
     """Return the numbers of a group that words.jinja tells."""
     finished = [row for row in group if row["error"] is None]
     scores = np.array([row["answer_score"] for row in finished], np.float64)
-    key = "base" if settings.get("name") == "calibadv" else "name"  # before any calibration
-    name = str(settings.get(key, "grpo"))
-    entry, formula = ESTIMATORS.get(name), "a function of the run's own"
-    if entry:
-        keys = [key for key in ("normalize_std", "std_over", "score_threshold") if key in settings]
-        formula = entry.formula(AdvantageConfig(name=name, **{key: settings[key] for key in keys}))
+    mean, std = mean_and_std(scores) if finished else (0.0, 0.0)
+    estimator = ESTIMATORS.get(config.estimator)  # before any calibration; None: a function of the run's own
     differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
     sampled = [[turn for turn in row["turns"] if turn["token_ids"]] for row in finished]
     answers = [turns[-1] for turns in sampled if turns]
     positive, negative = two_sides([turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers])
-    mean, std = mean_and_std(scores) if finished else (0.0, 0.0)
+    settings = asdict(config)
     return {
-        "name": name,
+        "name": config.estimator,
         "scores": scores.tolist(),
         "tied": len(set(scores)) < 2,
         "mean": mean,
         "std": std,
-        "formula": formula,
+        "formula": estimator.formula(config) if estimator else "a function of the run's own",
         # Whether advantages follow from mean and deviation of the group's scores alone.
-        "of_group": name in ("grpo", "dr_grpo") and settings.get("std_over", "group") == "group",
-        "scaled": name != "dr_grpo" and settings.get("normalize_std", True),
-        "differ": differ or bool(entry and entry.by_turn),
-        "carried": entry.carried if entry else "turns have advantages of their own",
+        "of_group": config.estimator in ("grpo", "dr_grpo") and config.std_over == "group",
+        "scaled": config.estimator != "dr_grpo" and config.normalize_std,
+        "differ": differ or bool(estimator and estimator.by_turn),
+        "carried": estimator.carried if estimator else "turns have advantages of their own",
         "variants": [f"{key}={settings[key]}" for key in variant_keys(settings)],
         "positive": positive,
         "negative": negative,

@@ -12,38 +12,38 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import uvicorn
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calibadv_jax.contrib import asking
-from calibadv_jax.contrib.pages.site import HEADERS, TYPES, is_this_machine
+from calibadv_jax.contrib.pages.site import TYPES, guard_headers, is_this_machine
 from calibadv_jax.core.answers import holds_answer
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.tags import Grammar, neutralise, printable
-from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Trajectory, Turn
+from calibadv_jax.core.trajectory import Document, Trajectory, Turn
 from calibadv_jax.metrics.shown_steps import LONGEST, cut, ending
 from calibadv_jax.rollout.runner import Rollouts
 
 T = TypeVar("T")
-Chunk = dict[str, Any]
-Progress = Chunk | Trajectory  # turns, then the whole
+Moment = tuple[Turn, bool]  # a sampled turn, and whether it has its observation
+Progress = Moment | Trajectory  # the moments of a question, then the whole
 
 MAX_BODY = 2**18  # bytes of a request
 MAX_HEAD = 2**16
@@ -58,22 +58,15 @@ FILES = [FOLDER / "static" / name for name in ("page.html", "page.css", "page.js
 FILES += [FOLDER.parent / "pages/static" / name for name in ("style.css", "icon.svg")]
 
 SHOWN = 200  # characters of a document within the reasoning
-SINGLE = "one question gives one trajectory"
-LIMITS = f"{SINGLE} with the agent's own actions, and an answer as plain text"
-# Values of further fields that ask for nothing else; empty ones do not either.
-NEUTRAL = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"]}
-NEUTRAL |= {"tool_choice": "none", "function_call": "none"}
-BOOKKEEPING = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
 
 
 class ApiError(HTTPException):
     """A refusal or failure, as clients of OpenAI read it."""
 
-    def __init__(self, status: int, message: str, param: str = "", code: str = "", headers: Any = None):
-        super().__init__(status, message, headers)
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = {"message": message, "type": kind, "param": param or None, "code": code or None}
-        self.body = {"error": error}
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        return {"error": {"message": self.detail, "type": kind}}
 
     def response(self) -> Response:
         return JSONResponse(self.body, self.status_code, self.headers)
@@ -83,28 +76,20 @@ def _internal(error: BaseException) -> ApiError:
     return ApiError(500, f"{type(error).__name__} in the service; its log has the details")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
 
 
-def _text(content: Any) -> Any:
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        content = "\n".join(texts) if len(texts) == len(content) else None
-    if not isinstance(content, str):
-        raise ValueError("only text can be asked")
-    return content
-
-
-class Message(_Strict):
+class Message(BaseModel):
     role: str
-    content: Annotated[str, BeforeValidator(_text)]
-    name: str | None = None
+    content: str | list[TextPart]
 
 
-class ChatRequest(_Strict):
-    """The fields of a request that have an effect."""
+class ChatRequest(BaseModel):
+    """A request; fields without a name here have no effect."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -113,36 +98,26 @@ class ChatRequest(_Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # of each turn
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_effect(cls, fields: Any) -> Any:
-        """Leave out fields that ask for nothing; the others that are no fields of this class are refused."""
-        if not isinstance(fields, dict):
-            return fields
-        return {
-            name: value
-            for name, value in fields.items()
-            if name in cls.model_fields or (name not in BOOKKEEPING and value and value != NEUTRAL.get(name))
-        }
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )  # of each turn
+    # Only values that ask for one answer as plain text.
+    n: Literal[1] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
     @property
     def question(self) -> str:
-        return next(message.content for message in self.messages if message.role == "user").strip()
+        content = next(message.content for message in self.messages if message.role == "user")
+        parts = [content] if isinstance(content, str) else [part.text for part in content]
+        return "\n".join(parts).strip()
 
     @property
     def ignored(self) -> list[str]:
-        """Messages without effect: the policy reads the prompt that it was trained with."""
-        return [f"{message.role} message" for message in self.messages if message.role != "user"]
-
-    def changes(self, temperature: float, max_turn_length: int) -> dict[str, Any]:
-        """Return the changes of the RolloutConfig, given its defaults."""
-        limits = self.max_tokens or max_turn_length, self.max_completion_tokens or max_turn_length
-        changed: dict[str, Any] = {"max_turn_length": min(*limits, max_turn_length)}
-        changed["temperature"] = temperature if self.temperature is None else self.temperature
-        return changed if self.top_p is None else changed | {"top_p": self.top_p}
+        """Messages and fields without effect: the policy reads the prompt that it was trained with."""
+        messages = [f"{message.role} message" for message in self.messages if message.role != "user"]
+        fields = (self.model_extra or {}).items()
+        return messages + [printable(name) for name, value in fields if value is not None]
 
 
 def parse(body: bytes, model: str) -> ChatRequest:
@@ -151,19 +126,16 @@ def parse(body: bytes, model: str) -> ChatRequest:
         request = ChatRequest.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        is_other = first["type"] == "extra_forbidden"
-        message = f"{LIMITS}; leave it out" if is_other else first["msg"].removeprefix("Value error, ")
-        code = "unsupported_value" if is_other else ""
-        raise ApiError(400, printable(f"{place}: {message}"), place, code) from error
+        place = ".".join(map(str, first["loc"])) or "body"
+        raise ApiError(400, printable(f"{place}: {first['msg']}")) from error
     if request.model != model:
-        raise ApiError(404, f"model: there is {model!r} only", "model", "model_not_found")
+        raise ApiError(404, f"model: there is {model!r} only")
     roles = [message.role for message in request.messages]
     if roles.count("user") != 1 or not {*roles} <= {"user", "system", "developer"}:
-        message = f"messages: {SINGLE}; send one user message with the question, and no history"
-        raise ApiError(400, message, "messages")
+        advice = "send one user message with the question, and no history"
+        raise ApiError(400, f"messages: one question gives one trajectory; {advice}")
     if not printable(request.question):
-        raise ApiError(400, "messages: the question is empty", "messages")
+        raise ApiError(400, "messages: the question is empty")
     return request
 
 
@@ -174,39 +146,16 @@ class ChatReply:
         self._request, self._grammar = request, grammar
         name, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._head = {"id": name, "created": created, "model": request.model}
-        self._turns: list[dict[str, Any]] = []
-        self._documents: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def _shown(self, text: str) -> str:
-        return printable(neutralise(text, grammar=self._grammar))
-
-    def turn(self, turn: Turn, is_observed: bool) -> Chunk:
-        """Note a turn, or its observation, and return the chunk that shows it."""
-        about: dict[str, Any]
-        if is_observed:
-            about = {"turn": len(self._turns), "refused": turn.is_refused}
-            about["words"] = self._shown(asking.observed_words(turn))
-            about["documents"] = [self._read(document) for document in turn.documents]
-            self._turns[-1] = self._turns[-1] | about  # a copy: the chunk that is queued must not change
-        else:
-            about = {"turn": len(self._turns) + 1, "kind": turn.kind, "thought": self._shown(turn.think)}
-            if turn.kind not in NO_ACTIONS:
-                about["query"] = self._shown(turn.query)
-            elif turn.kind != "answer":
-                about["text"] = self._shown(turn.text)
-            self._turns.append(about)
-        return self._chunk(_reasoning(f"{_paragraphs([about])}\n\n"), calibadv={"turn": about})
-
-    def _read(self, document: Document) -> dict[str, Any]:
-        texts = {name: self._shown(getattr(document, name)) for name in ("id", "title", "text")}
-        return self._documents.setdefault((document.id, document.text), texts)
 
     async def whole(self, progress: AsyncIterator[Progress]) -> dict[str, Any]:
-        trajectory = [item async for item in progress if isinstance(item, Trajectory)][0]
-        message = {"role": "assistant"} | self._content(trajectory) | _reasoning(_paragraphs(self._turns))
+        items = [item async for item in progress]
+        trajectory = next(item for item in items if isinstance(item, Trajectory))
+        thoughts = [_reasoning(self._part(*item)) for item in items if not isinstance(item, Trajectory)]
+        message = {"role": "assistant", "reasoning_content": "".join(thoughts).strip()}
+        message |= self._content(trajectory)
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _reason(trajectory)}
         reply = self._head | {"object": "chat.completion", "choices": [choice], "usage": _usage(trajectory)}
-        return reply | {"calibadv": self._own(trajectory) | {"turns": self._turns}}
+        return reply | {"calibadv": self._sources(trajectory)}
 
     async def events(self, first: Progress, following: AsyncIterator[Progress]) -> AsyncIterator[str]:
         """Yield turns, then the answer, the end, and the usage if it was asked for."""
@@ -214,18 +163,38 @@ class ChatReply:
         item = first
         try:
             while not isinstance(item, Trajectory):
-                yield _event(item)
+                part = self._part(*item)
+                yield _event(self._chunk({"reasoning_content": _reasoning(part)}, calibadv={"turn": part}))
                 item = await anext(following)
         except ApiError as error:
             yield _event(error.body)
             return
         yield _event(self._chunk(self._content(item)))
-        yield _event(self._chunk({}, _reason(item), calibadv=self._own(item)))
+        yield _event(self._chunk({}, _reason(item), calibadv=self._sources(item)))
         if (self._request.stream_options or {}).get("include_usage"):
             yield _event(self._chunk({}) | {"choices": [], "usage": _usage(item)})
         yield "data: [DONE]\n\n"
 
-    def _chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> Chunk:
+    def _shown(self, text: str) -> str:
+        return printable(neutralise(text, grammar=self._grammar))
+
+    def _document(self, document: Document) -> dict[str, str]:
+        return {name: self._shown(getattr(document, name)) for name in ("id", "title", "text")}
+
+    def _part(self, turn: Turn, is_observed: bool) -> dict[str, Any]:
+        """Return the fields that show a sampled turn, or its observation."""
+        if is_observed:
+            words = self._shown(asking.observed_words(turn))
+            documents = list(map(self._document, turn.documents))
+            return {"refused": turn.is_refused, "words": words, "documents": documents}
+        part = {"kind": turn.kind, "thought": self._shown(turn.think)}
+        if turn.is_action:
+            part["query"] = self._shown(turn.query)
+        elif turn.kind != "answer":
+            part["text"] = self._shown(turn.text)
+        return part
+
+    def _chunk(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **more}
 
@@ -234,30 +203,28 @@ class ChatReply:
             return {"content": self._shown(trajectory.answer), "refusal": None}
         return {"content": "", "refusal": self._shown(ending(trajectory))}
 
-    def _own(self, trajectory: Trajectory) -> dict[str, Any]:
+    def _sources(self, trajectory: Trajectory) -> dict[str, Any]:
+        """Return the documents that were read, each once, with the duration and `ignored`."""
         answer = [trajectory.answer or ""]
+        read = {
+            (document.id, document.text): document for turn in trajectory.turns for document in turn.documents
+        }
         documents = [
             texts | {"holds_answer": holds_answer(f"{texts['title']} {texts['text']}", answer)}
-            for texts in self._documents.values()
+            for texts in map(self._document, read.values())
         ]
         return {"documents": documents, "seconds": trajectory.seconds, "ignored": self._request.ignored}
 
 
-def _reasoning(text: str) -> dict[str, str]:
-    """Return both names that clients know for thoughts: that of vLLM and OpenRouter, and DeepSeek's."""
-    return {"reasoning": text, "reasoning_content": text}
-
-
-def _paragraphs(turns: Iterable[Mapping[str, Any]]) -> str:
-    paragraphs = []
-    for about in turns:
-        paragraphs.append(about.get("thought"))
-        if "query" in about or "text" in about:
-            paragraphs.append(f"{about['kind']}: {about.get('query', about.get('text'))}")
-        paragraphs.append(cut(about.get("words", ""), LONGEST))
-        for number, document in enumerate(about.get("documents", ()), 1):
-            paragraphs.append(cut(f"[{number}] {document['title']}: {document['text']}", SHOWN))
-    return "\n\n".join(filter(None, paragraphs))
+def _reasoning(part: Mapping[str, Any]) -> str:
+    """Return the part as text: paragraphs of the thought, the action and the beginnings of documents."""
+    paragraphs = [part.get("thought", "")]
+    if "query" in part or "text" in part:
+        paragraphs.append(f"{part['kind']}: {part.get('query', part.get('text'))}")
+    paragraphs.append(cut(part.get("words", ""), LONGEST))
+    for number, document in enumerate(part.get("documents", ()), 1):
+        paragraphs.append(cut(f"[{number}] {document['title']}: {document['text']}", SHOWN))
+    return "".join(f"{paragraph}\n\n" for paragraph in paragraphs if paragraph)
 
 
 def _reason(trajectory: Trajectory) -> str:
@@ -285,54 +252,62 @@ class Service:
     seconds: float
     temperature: float
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)  # that wait or run
+    _free: asyncio.Semaphore = field(init=False)
+    _begun: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._free, self._begun, self._is_ending = asyncio.Semaphore(self.slots), 0, False
+        self._free = asyncio.Semaphore(self.slots)
 
-    async def answer(self, request: ChatRequest, reply: ChatReply) -> AsyncGenerator[Progress]:
-        """Yield the chunk of each turn and observation, then the finished trajectory.
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[Progress]:
+        """Yield each turn and observation, then the finished trajectory.
 
         Raises ApiError if the question cannot be asked, too many wait, or it failed. Closed early, it leaves
         the question.
         """
-        if self._is_ending:
-            raise ApiError(503, "the service is ending", headers=LATER)
         if len(self.attempts) >= self.slots + self.queue:
             message = f"all slots are in use, and {self.queue} questions wait; try again later"
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=LATER)
-        try:
-            asking.check_question(self.rollouts, request.question)
-        except UserError as error:
-            raise ApiError(400, redact(str(error)), "messages") from error
-        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()  # None: there are no more
+            raise ApiError(429, message, LATER)
+        moments: asyncio.Queue[Moment | None] = asyncio.Queue()  # None: there are no more
         self._begun += 1
-
-        def watch(turn: Turn, is_observed: bool) -> None:
-            chunks.put_nowait(reply.turn(turn, is_observed))
-
-        async def write(session: str) -> Trajectory:
-            changes = request.changes(self.temperature, self.rollouts.context.rollout.max_turn_length)
-            async with self._free:
-                question = self.rollouts, "serve", request.question, watch, request.seed, session
-                return await asking.answer(*question, time_limit=self.seconds, **changes)
-
-        task = asyncio.create_task(write(f"serve{self._begun}"))
+        task = asyncio.create_task(self._write(request, f"serve{self._begun}", moments))
         self.attempts.add(task)
         task.add_done_callback(self.attempts.discard)
-        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        task.add_done_callback(lambda _: moments.put_nowait(None))
         try:
-            while (chunk := await chunks.get()) is not None:
-                yield chunk
+            while (moment := await moments.get()) is not None:
+                yield moment
             yield self._finished(task)
         finally:
             task.cancel()
 
+    async def _write(
+        self, request: ChatRequest, session: str, moments: asyncio.Queue[Moment | None]
+    ) -> Trajectory:
+        default = self.rollouts.context.rollout
+        rollout = replace(
+            default,
+            temperature=self.temperature if request.temperature is None else request.temperature,
+            top_p=request.top_p or default.top_p,
+            max_turn_length=min(request.max_tokens or default.max_turn_length, default.max_turn_length),
+            time_limit=self.seconds,
+        )
+
+        def watch(turn: Turn, is_observed: bool) -> None:
+            moments.put_nowait((turn, is_observed))
+
+        async with self._free:
+            return await asking.answer(
+                self.rollouts, "serve", request.question, watch, rollout, request.seed, session
+            )
+
     def _finished(self, task: asyncio.Task[Trajectory]) -> Trajectory:
         if task.cancelled():
-            raise ApiError(503, "the service is ending", headers=LATER)
+            raise ApiError(503, "the service is ending", LATER)
         error = task.exception()
-        if isinstance(error, UserError):
-            raise ApiError(503, redact(str(error)), headers=LATER)
+        if isinstance(error, EnvironmentFailure):
+            raise ApiError(503, redact(str(error)), LATER)
+        if isinstance(error, UserError):  # a question that is too long
+            raise ApiError(400, redact(str(error)))
         if error is not None:
             logging.getLogger("uvicorn.error").error("a question failed", exc_info=error)
             raise _internal(error)
@@ -340,11 +315,10 @@ class Service:
         if trajectory.error is None:
             return trajectory
         if trajectory.error.startswith("time: "):
-            raise ApiError(504, f"not finished within {self.seconds:g} s (--time-limit)", headers=NEVER)
-        raise ApiError(503, trajectory.error, headers=LATER)
+            raise ApiError(504, f"not finished within {self.seconds:g} s (--time-limit)", NEVER)
+        raise ApiError(503, trajectory.error, LATER)
 
     async def end(self) -> None:
-        self._is_ending = True
         for task in self.attempts:
             task.cancel()
 
@@ -353,46 +327,42 @@ def _event(value: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-class Guard:
-    """ASGI middleware: refuses other hosts, other origins, and requests without the token; adds headers.
+def guarded(app: ASGIApp, token: str) -> ASGIApp:
+    """Return the app behind `_check_access`."""
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        reply = app
+        try:
+            _check_access(scope["path"], Headers(scope=scope), token)
+        except ApiError as error:
+            reply = error.response()
+        await reply(scope, receive, send)
+
+    return guard
+
+
+def _check_access(path: str, headers: Headers, token: str) -> None:
+    """Raise ApiError for other hosts, other origins, and requests without the token.
 
     Without a token, only names of this machine are taken as the host: another page may have made its own name
     point here. A page elsewhere may never ask: its origin differs from the host.
     """
-
-    def __init__(self, app: Any, token: str):
-        self.app, self.token = app, token.encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        reply = self.app
-        try:
-            self._check(scope["path"], Headers(scope=scope))
-        except ApiError as error:
-            reply = error.response()
-        await reply(scope, receive, send_with_headers)
-
-    def _check(self, path: str, headers: Headers) -> None:
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if not self.token and not is_this_machine(host):
-            raise ApiError(403, "without a token only this machine is served: open http://localhost")
-        if origin and origin.partition("://")[2] != host:
-            raise ApiError(403, "pages of other origins are not served")
-        scheme, _, sent = headers.get("authorization", "").partition(" ")
-        is_token = hmac.compare_digest(sent.strip().encode("latin-1"), self.token)
-        if self.token and path.startswith("/v1/") and not (is_token and scheme.lower() == "bearer"):
-            message = "send the header Authorization: Bearer <the service's token>"
-            raise ApiError(401, message, "", "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if not token and not is_this_machine(host):
+        raise ApiError(403, "without a token only this machine is served: open http://localhost")
+    if origin and origin.partition("://")[2] != host:
+        raise ApiError(403, "pages of other origins are not served")
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    is_token = hmac.compare_digest(sent.strip().encode("latin-1"), token.encode())
+    if token and path.startswith("/v1/") and not (is_token and scheme.lower() == "bearer"):
+        message = "send the header Authorization: Bearer <the service's token>"
+        raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
 
 
 async def _reply_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         message = f"{request.method} {request.url.path}: {error.detail}; {ROUTES}"
-        error = ApiError(error.status_code, message, headers=error.headers)
+        error = ApiError(error.status_code, message, error.headers)
     elif not isinstance(error, ApiError):
         error = _internal(error)
     return error.response()
@@ -408,9 +378,9 @@ async def _body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY:
-                    raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", headers=close)
+                    raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", close)
     except TimeoutError as error:
-        raise ApiError(408, f"the body took longer than {CLIENT_SECONDS:g} s", headers=close) from error
+        raise ApiError(408, f"the body took longer than {CLIENT_SECONDS:g} s", close) from error
     return bytes(body)
 
 
@@ -427,14 +397,13 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         leaving.cancel()
 
 
-def make_app(service: Service, token: str) -> Starlette:
-    """Return the routes; with a `token`, those below /v1/ need it as bearer token."""
+def make_app(service: Service) -> Starlette:
     contents = {path.name: path.read_bytes() for path in FILES}
 
     async def chat(http: Request) -> Response:
         request = parse(await _body(http), service.model)
         reply = ChatReply(request, service.rollouts.context.grammar)
-        turns = service.answer(request, reply)
+        turns = service.answer(request)
         if not request.stream:
             return JSONResponse(await _while_connected(http, reply.whole(turns)))
         first = await _while_connected(http, anext(turns))  # fails before a turn: the status can still say so
@@ -459,7 +428,6 @@ def make_app(service: Service, token: str) -> Starlette:
             Route("/health", health),
             *(Route("/" + name.removeprefix("page.html"), show) for name in contents),
         ],
-        middleware=[Middleware(Guard, token=token)],
         exception_handlers=dict.fromkeys((HTTPException, Exception), _reply_to_error),
     )
 
@@ -487,12 +455,13 @@ class Bounded(H11Protocol):
 def serving(service: Service, listener: socket.socket, token: str) -> Iterator[Future[None]]:
     """Serve within the block; the future ends when the server does."""
     config = uvicorn.Config(
-        make_app(service, token),
+        guarded(make_app(service), token),
         http=Bounded,
         ws="none",
         lifespan="off",
         log_config=None,  # warnings go to standard error
         access_log=False,
+        headers=list(guard_headers().items()),
         limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=ENDING_SECONDS,
