@@ -22,6 +22,13 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
 
 
+@pytest.mark.parametrize("plugin", ["jax_plugins", "libtpu", ""])
+def test_plugin_is_an_accelerator(monkeypatch, plugin):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(cpu, "find_spec", lambda name: name == plugin)
+    assert cpu.runs_on_cpu() == (plugin == "")
+
+
 def test_cpu_runs_have_two_devices_and_a_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu.tune_for_cpu(True)

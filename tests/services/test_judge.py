@@ -95,6 +95,15 @@ def scores(config, *answers):
     return judged_with(config, score_all)
 
 
+def test_closed_judge_leaves_no_connection(endpoint, monkeypatch):
+    sessions, open_session = [], http_client.open_session
+    monkeypatch.setattr(
+        http_client, "open_session", lambda *args: sessions.append(open_session(*args)) or sessions[0]
+    )
+    scores(endpoint[1], "Paris")
+    assert [session.closed for session in sessions] == [True]
+
+
 def test_verdict_and_its_agreement_with_exact_match(endpoint):
     handler, config = endpoint
     right, wrong, same, strict = scores(config, "Paris", "London", "Paris", "the paris")
