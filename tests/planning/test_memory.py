@@ -78,10 +78,7 @@ def test_placed_config_has_mesh_and_kernel_of_the_devices(tmp_path):
     ("target", "changes", "advice"),
     [
         (V5E, {"mesh__data": 2}, "multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8"),
-        # The rows of a device stay.
-        (GPU, {"mesh__fsdp": 8, "learner__microbatch_rows": 16}, "mesh.tensor=1 learner.microbatch_rows=2"),
-        (V5E, {"mesh__fsdp": 3, "mesh__tensor": 2}, "set mesh.data=1 mesh.fsdp=4 mesh.tensor=2"),
-        (V5E, {"mesh__data": 16}, "set mesh.data=1 mesh.fsdp=8 mesh.tensor=1"),
+        (V5E, {"mesh__fsdp": 3, "mesh__tensor": 2}, "set mesh.data=1 mesh.fsdp=8 mesh.tensor=1"),
     ],
 )
 def test_keys_that_fit_the_devices_are_proposed(tmp_path, target, changes, advice):
