@@ -6,8 +6,7 @@ import pytest
 from rows_rig import write_rows
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands import prepare_data as module
-from calibadv_jax.contrib.commands.prepare_data import Filters, prepare, question_key
+from calibadv_jax.contrib.commands.prepare_data import EXAMPLES, Filters, prepare, question_key
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 
@@ -52,12 +51,6 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     assert saved["examples"]["duplicate"] == [{"row": f"{train}:2", "question": "who  wrote «silent garden»"}]
     (example,) = saved["examples"]["no answer"]
     assert example["row"] == f"{train}:3" and "golden_answers" in example["question"]
-
-
-def test_report_shows_few_examples(tmp_path):
-    many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
-    report = prepare(str(many), tmp_path / "out.jsonl")
-    assert len(report.examples["duplicate"]) == module.EXAMPLES and report.rows()[-1] == ["all", 20, 1, 19]
 
 
 def test_questions_are_compared_by_their_words():
@@ -108,12 +101,13 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
 
 
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):
-    rows = [row(1, "Who?", golden_answers=["A"]), row(2, "Where?", golden_answers=["The", "Rome"])]
-    train = write_rows(tmp_path / "train.jsonl", *rows)
+    rows = [row(number, f"Who is {number}?", golden_answers=["A"]) for number in range(20)]
+    train = write_rows(tmp_path / "train.jsonl", *rows, row(20, "Where?", golden_answers=["The", "Rome"]))
     report = prepare(str(train), tmp_path / "out.jsonl")
-    assert report.rows()[0] == ["nq", 2, 1, 1] and report.outcomes[2:] == ["empty answer"]
-    written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
-    assert written == [("Rome",)]
+    assert report.rows()[-1] == ["all", 21, 1, 20] and report.outcomes[2:] == ["empty answer"]
+    assert len(report.examples["empty answer"]) == EXAMPLES
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    assert question.golden_answers == ("Rome",)
 
 
 @pytest.mark.parametrize(

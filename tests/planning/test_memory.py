@@ -52,11 +52,9 @@ def test_invalid_devices_are_refused(tpu, gpu, topology, message):
 @pytest.mark.parametrize(
     ("name", "topology", "devices", "hosts", "host"),
     [
-        ("v5e-1", "v5e:1x1", 1, 1, "v5e:1x1"),
         ("v5litepod-16", "v5e:4x4", 16, 4, "v5e:2x2"),
         ("v6e-8", "v6e:2x4", 8, 1, "v6e:2x4"),
         ("v5p-16", "v5p:2x2x2", 8, 2, "v5p:2x2x1"),
-        ("v4-32", "v4:2x2x4", 16, 4, "v4:2x2x1"),
     ],
 )
 def test_names_of_cloud_tpu_are_understood(name, topology, devices, hosts, host):

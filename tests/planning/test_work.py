@@ -160,7 +160,6 @@ ROWS, OFFLOAD, SLOTS = "learner.microbatch_rows", "learner.optimizer.offload", "
         ({"policy__remat": "none", "learner__microbatch_rows": 1}, {"policy.remat": "full"}, None),
         ({"learner__row_length": 4096}, {"learner.row_length": 2048}, None),
         ({}, {ROWS: 2}, None),
-        ({}, {ROWS: 1, OFFLOAD: "host", SLOTS: 4}, None),
         ({}, {ROWS: 1, OFFLOAD: "host", SLOTS: 5}, {ROWS: 1, OFFLOAD: "host", SLOTS: 4}),
         ({}, {ROWS: 1, OFFLOAD: "host", "sampler.name": "vllm"}, None),
     ],

@@ -289,8 +289,10 @@ def memory_lines(peak: float, devices: int) -> list[str]:
         limit = (device.memory_stats() or {}).get("bytes_limit") or 0.0
         room = f"the device has {limit / GIB:.1f} GiB"
     gaps = GAPS.get(device.platform, 1.0)
-    if devices > present or not limit:
-        return [f"not checked: memory: the mesh has {devices} devices, {room}, and there are {present} here"]
+    if devices > present:
+        return [f"not checked: memory: the mesh has {devices} devices, and this machine {present}"]
+    if not limit:
+        return ["not checked: memory: the device does not say how much it has"]
     if peak > limit:
         return [f"failed: {peak / GIB:.1f} GiB a device do not fit: {room}; {REMEDY}"]
     if peak * gaps > limit:
