@@ -53,8 +53,8 @@ DATA_SOURCES = {
 _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
 
 
-def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Path, str]]:
-    """Yield every file and the data_source of its rows: of `sources`, the default, or the file's name.
+def find_files(sources: Sources) -> Iterator[tuple[Path, str]]:
+    """Yield every file and the data_source of its rows: of `sources`, or by the file's name.
 
     The `sources` are a file, a list of files, or data_source -> file. A file is a path, a pattern such as
     ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the only data file of
@@ -70,7 +70,7 @@ def find_files(sources: Sources, default_source: str = "") -> Iterator[tuple[Pat
         raise UserError("no question file: set data.train and data.eval")
     for file, source in pairs:
         for path in _expand(file):
-            yield path, source or default_source or source_of(path)
+            yield path, source or source_of(path)
 
 
 def _expand(name: str) -> list[Path]:

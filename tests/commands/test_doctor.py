@@ -16,7 +16,6 @@ from tiny_policy import WIDER
 from calibadv_jax.config import McpConfig, MeshConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.commands import doctor
-from calibadv_jax.contrib.commands.doctor import check_shape
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
@@ -89,8 +88,7 @@ def test_every_check_passes_and_describes(config, capsys):
     assert last == "every check passed; warnings: 0, not checked: 0"
     assert all(line.startswith("ok   ") for line in lines)
     output = "\n".join(lines)
-    assert f"data.train: 2 questions (other, test) in {config.data.train}, with 2 golden" in output
-    assert f"data.eval: 2 questions (test) in {config.data.eval}" in output
+    assert "data.train: 2 questions (other, test) with 2 golden" in output and "data.eval: 2 qu" in output
     assert f"ok   retriever: {url}: status ready, kind faiss" in output
     assert ": 'Ada'" in output  # the first document of a real query
     assert "in process, 64 trajectories decoded together" in output
@@ -117,13 +115,10 @@ def with_weights(config, folder, **fields):
     return changed(config, policy={"path": str(folder), "init": {}})
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_shapes_of_tensors_are_checked(config, tmp_path, offline):
-    check = check_shape if offline else doctor.check_policy
-    (line,) = (line for line in check(with_weights(config, tmp_path / "a")) if "file(s)" in line)
-    assert line == f"35 tensors in 1 file(s) of {tmp_path / 'a'} have the policy's shapes"
+def test_shapes_of_tensors_are_checked(config, tmp_path):
+    assert "35 tensors in 1 file(s)" in doctor.check_policy(with_weights(config, tmp_path / "a"))[1]
     with pytest.raises(UserError, match=r"tensor\(s\) do not fit config.json: .* instead of \[128\]"):
-        check(with_weights(config, tmp_path / "b", head_dim=None))  # which is 128 then
+        doctor.check_policy(with_weights(config, tmp_path / "b", head_dim=None))  # which is 128 then
 
 
 def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
@@ -185,13 +180,6 @@ def test_retriever_without_health_or_results_is_described(config, monkeypatch):
     assert doctor.check_retriever(own) == ["none: no action of tools asks it"]
 
 
-def test_unchecked_files_do_not_read_ok(config, capsys):
-    lines, last = findings(capsys, changed(config, data={"train": "none.jsonl"}), offline=True)
-    assert "skip questions: data.train: none.jsonl is not here" in lines
-    assert any(line.startswith("ok   questions: data.eval: 2 questions") for line in lines)
-    assert last == "every offline check passed; warnings: 0, not checked: 1"
-
-
 def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     """The devices of a CPU share what the host has; offline the run may be meant for another machine."""
     monkeypatch.setattr("calibadv_jax.contrib.planning.memory.host_memory", lambda: 2.0**20)
@@ -205,6 +193,8 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     for words in ("do not fit", "mesh.tensor is 4, which does not divide the policy's 2"):
         assert any(line.startswith("warn policy: ") and words in line for line in lines)
     assert last.startswith("every offline check passed; warnings: ")
+    lines, last = findings(capsys, changed(config, policy={"init": {}}), offline=True)
+    assert lines[-1].startswith("skip policy: memory") and last.endswith("warnings: 0, not checked: 1")
 
 
 @pytest.mark.timeout(20)
@@ -245,5 +235,5 @@ def test_judge_is_asked_about_right_and_wrong_answer(config):
     with serving(type("Kind", (Judging,), {"says_yes_to_all": True})) as url:
         _, warning = doctor.check_judge(judged_by(config, url))
     assert warning.startswith("warning: ") and "reward.judge.prompt" in warning
-    with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*reward.judge.url"):
+    with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*, or correct reward.judge.url"):
         doctor.check_judge(judged_by(config, url))

@@ -104,6 +104,7 @@ def test_compilers_refusal_is_no_fit(tmp_path):
     assert plan.memory_verdict(run_plan, programs)[1]
     lines, fits = plan.memory_verdict(run_plan, programs | {"update": {"refused": "RESOURCE_EXHAUSTED"}})
     assert not fits and lines[1].startswith("does not fit ") and lines[1].endswith(": update")
+    assert lines[2].startswith("would fit: learner.optimizer.offload=host (")
 
 
 @pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])

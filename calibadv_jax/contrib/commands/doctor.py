@@ -19,6 +19,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REST
 from calibadv_jax.contrib.commands.coverage import coverage_lines
 from calibadv_jax.contrib.judge import JudgeClient
+from calibadv_jax.contrib.planning.hardware import check_rows
 from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
@@ -26,13 +27,12 @@ from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompts import FROM_DATA, drop_overlong, open_prompt, prompt_lengths, template_text
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.model import Model, build_model, find_folder, has_tokenizer, load_tokenizer
+from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.http_client import ONCE
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
@@ -68,30 +68,22 @@ def run(config: Config, offline: bool = False) -> None:
     console.say(f"every {kind} passed; warnings: {counts['warn']}, not checked: {counts['skip']}")
 
 
-def check_questions(config: Config, offline: bool = False) -> list[str]:
-    """Check both question files, row by row; offline, files that are absent are not checked."""
+def check_questions(config: Config) -> list[str]:
+    """Check both question files, row by row."""
     lines, texts = [], dict[str, set[str]]()
     for key in ("train", "eval"):
         sources = getattr(config.data, key)
-        files = list(sources.values()) if isinstance(sources, dict) else sources
-        files = [files] if isinstance(files, str) else files
-        if offline and not (any(files) and all(Path(file).is_file() for file in files)):
-            lines.append(f"not checked: data.{key}: {', '.join(files) or 'none'} is not here")
-            continue
         questions = load_questions(sources, config.data.columns)
         check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
         names = sorted({question.data_source for question in questions})
         answers = sum(len(question.golden_answers) for question in questions)
-        size = f"{len(questions)} questions ({', '.join(names)}) in {', '.join(files)}"
-        lines.append(f"data.{key}: {size}, with {answers} golden answers")
+        size = f"{len(questions)} questions ({', '.join(names)})"
+        lines.append(f"data.{key}: {size} with {answers} golden answers")
         lines += [f"warning: {line}" for line in answer_warnings(questions, f"data.{key}")]
         texts[key] = {question.text for question in questions}
-    if shared := texts.get("train", set()) & texts.get("eval", set()):
+    if shared := texts["train"] & texts["eval"]:
         lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
     return lines
-
-
-check_question_files = partial(check_questions, offline=True)
 
 
 def check_policy(config: Config) -> list[str]:
@@ -117,22 +109,19 @@ def weight_lines(config: Config, model: Model) -> list[str]:
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
-    """Return the longest prompt that fits, and the number of longer ones, unless they are to be refused."""
-    actions = make_actions(config)
+    """Return the number of overlong prompts, unless these are to be refused, and a long prompt that fits."""
+    actions, limit, lines = make_actions(config), config.rollout.max_prompt_length, []
     check_tags(actions, tokenizer)
-    limit, warnings, prompts = config.rollout.max_prompt_length, [], []
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key), config.data.columns)
         lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         if overlong:
-            warnings.append(f"warning: {overlong}")
-        longest = max(kept, key=lambda question: len(question.text))
-        ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
-        prompts.append(ids)
-    ids = max(prompts, key=len)
+            lines.append(f"warning: {overlong}")
+    longest = max(kept, key=lambda question: len(question.text))
+    ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
     shown = f"{len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"
-    return [*warnings, f"the longest question's prompt has {shown}"]
+    return [*lines, f"the prompt of data.eval's longest question has {shown}"]
 
 
 def check_sampler(config: Config) -> list[str]:
@@ -199,46 +188,34 @@ def check_judge(config: Config) -> list[str]:
 
 
 def check_prompt(config: Config) -> list[str]:
-    rollout = config.rollout
-    searches = rollout.max_searches * (rollout.max_turn_length + rollout.max_observation_length)
-    longest = rollout.max_prompt_length + searches + rollout.max_turn_length
-    room = f"the longest trajectory has {longest} tokens, and rollout.max_length is {rollout.max_length}"
-    if longest > rollout.max_length:
-        room += ": a trajectory that is longer ends without an answer"
     if config.prompt.template != FROM_DATA:
         template_text(config.prompt.template)  # refuses an unknown name
-    return [room]
+    return [f"template {config.prompt.template}"]
 
 
 def check_shape(config: Config) -> list[str]:
+    """Check mesh and memory without the policy's tensors and tokenizer."""
     mesh = config.mesh.sizes_on(jax.device_count())
-    shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
-    is_counted = REST in config.mesh.sizes.values()
-    shape = f"mesh {' x '.join(f'{name} {size}' for name, size in mesh.items())}"
-    lines = [f"{shape}, as many as there are here" if is_counted else shape]
-    if rows % shards:
-        status = "warning" if is_counted else "failed"
-        lines.append(
-            f"{status}: learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp ="
-            f" {shards}: set it to {-(-rows // shards) * shards}"
-        )
+    lines = ["mesh " + " x ".join(f"{name} {size}" for name, size in mesh.items())]
+    if REST in config.mesh.sizes.values():
+        lines[0] += ", as many as there are here"
+    else:
+        check_rows(config, mesh)
     architecture = find_architecture(config)
-    policy, folder = config.policy, Path(config.policy.path)
     if architecture is None:
-        where = f"{policy.path}/config.json is not here" if policy.path else "no policy.path"
-        return [*lines, f"not checked: memory: {where}, and policy.init gives no whole shape"]
-    tokenizer = Path(policy.tokenizer or folder)
-    if (policy.tokenizer or policy.path) and tokenizer.is_dir() and has_tokenizer(tokenizer):
-        lines.append(f"tokenizer of {len(load_tokenizer(tokenizer))} tokens in {tokenizer}")
-    if policy.path and any(folder.glob("*.safetensors")):
-        lines.append(check_weights(folder, Policy(architecture, Numerics.from_config(policy))))
+        fault = "without a config.json in policy.path, and all of it in policy.init"
+        return [*lines, f"not checked: memory, {fault}"]
     # A run that does not fit this machine is no failure: it may be meant for another one.
     memory = device_lines(config, architecture, mesh)
     return lines + [line.replace("failed: ", "warning: ", 1) for line in memory]
 
 
-Checks = dict[str, Callable[[Config], list[str]]]
-CHECKS: Checks = {"calibration": describe_choices, "questions": check_questions, "policy": check_policy}
-CHECKS |= {"sampler": check_sampler, "retriever": check_retriever, "judge": check_judge}
-OFFLINE_CHECKS: Checks = {"calibration": describe_choices, "prompt": check_prompt}
-OFFLINE_CHECKS |= {"questions": check_question_files, "policy": check_shape}
+CHECKS = {
+    "calibration": describe_choices,
+    "questions": check_questions,
+    "policy": check_policy,
+    "sampler": check_sampler,
+    "retriever": check_retriever,
+    "judge": check_judge,
+}
+OFFLINE_CHECKS = {"calibration": describe_choices, "prompt": check_prompt, "policy": check_shape}

@@ -5,8 +5,7 @@ Exit status 1 if it does not fit; the keys to change are named.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +17,13 @@ from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning import compiled, memory
 from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, find_architecture, peak_memory
-from calibadv_jax.contrib.planning.work import ExpectedRollouts, Step, expected_rollouts, step_of
+from calibadv_jax.contrib.planning.work import Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.hosts.joining import check_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 
-NOT_COUNTED = "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling"
 Changes = dict[str, Any]  # dotted key -> value
 
 
@@ -36,7 +34,6 @@ class RunPlan:
     architecture: Architecture
     estimate: dict[str, float]  # bytes of a device by purpose
     step: Step
-    rollouts: ExpectedRollouts
     efficiency: float
     seconds: float  # of a step
     device_hours: float  # of the trainer's devices, and of those of workers that run elsewhere
@@ -86,14 +83,13 @@ def make_plan(
             f"policy.path is {config.policy.path or 'empty'}, where no config.json is: name a folder that has"
             " one, or give the policy's shape in policy.init (its config.json, vocab_size too)"
         )
-    rollouts = expected_rollouts(config, tokens, sampled)
     estimate = memory_of(config, architecture, target)
-    step = step_of(config, architecture, rollouts, target)
+    step = step_of(config, architecture, expected_rollouts(config, tokens, sampled), target)
     seconds = step.seconds(target, efficiency)
     sampling = max((part.devices for part in step.parts if part.name == "decode"), default=0)
     devices = target.devices + (sampling if config.sampler.urls else 0)
     hours = config.learner.steps * seconds * devices / 3600
-    return RunPlan(config, target, architecture, estimate, step, rollouts, efficiency, seconds, hours)
+    return RunPlan(config, target, architecture, estimate, step, efficiency, seconds, hours)
 
 
 def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
@@ -122,24 +118,25 @@ def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> 
         columns = ("arguments", "peak", "needed")
         rows = [(name, *(sizes.get(key, "refused") for key in columns)) for name, sizes in programs.items()]
         headers = ("program", "arguments GiB", "in use at once", "needed, with all that lies beside it")
-        large = [name for name, sizes in programs.items() if sizes.get("needed", math.inf) * GIB > limit]
-        fits = not large
+        # The compiler does not say how much a refused program needs: more than there is.
+        refused = 1.1 * gaps * max(limit, expected) / GIB
+        needed = {name: sizes.get("needed", refused) * GIB for name, sizes in programs.items()}
+        large = [name for name, size in needed.items() if size > limit]
+        fits, scale = not large, max(1.0, max(needed.values()) / expected)
         verdict = f"fits {room}" if fits else f"does not fit {room}: {', '.join(large)}"
         lines = [table(rows, headers), verdict]
-        refused = gaps * max(limit, expected) / GIB
-        scale = max(1.0, *(sizes.get("needed", refused) * GIB / expected for sizes in programs.values()))
     else:
         fits = expected <= limit
         lines = [f"{'fits' if fits else 'does not fit'} {room}, by the formula"]
         if fits and expected * gaps > limit:
             lines.append(f"programs may need up to {gaps} times as much: compile it (leave --estimate out)")
     if not fits:
-        lines.append(remedy(plan.config, plan.architecture, plan.target, limit, scale))
+        lines.append(remedy(plan.config, plan.architecture, plan.target, limit / scale))
     return lines, fits
 
 
 def work_lines(plan: RunPlan) -> list[str]:
-    rollouts, step, learner = plan.rollouts, plan.step, plan.config.learner
+    step, rollouts, learner = plan.step, plan.step.rollouts, plan.config.learner
     rows = []
     for part in step.parts:
         counts = part.flops, part.memory * part.devices, part.received * part.devices
@@ -154,7 +151,7 @@ def work_lines(plan: RunPlan) -> list[str]:
         f" {step.trained / plan.seconds:.0f} tokens/s",
         f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"
         " hours",
-        NOT_COUNTED,
+        "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling",
     ]
 
 
@@ -167,7 +164,7 @@ def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[st
         "memory": plan.estimate,
         "peak": peak_memory(plan.estimate),
         "programs": programs,
-        "trajectories": vars(plan.rollouts),
+        "trajectories": vars(plan.step.rollouts),
         "fill": plan.step.fill,
         "parts": [vars(part) for part in plan.step.parts],
         "efficiency": plan.efficiency,
@@ -183,93 +180,64 @@ def memory_of(config: Config, architecture: Architecture, target: Target) -> dic
     return estimate_memory(config, architecture, config.mesh.sizes, sampler)
 
 
-def remedy(
-    config: Config, architecture: Architecture, target: Target, limit: float, scale: float = 1.0
-) -> str:
-    """Return a line with changes that fit; the least memory and other ways out if none do.
+def remedy(config: Config, architecture: Architecture, target: Target, limit: float) -> str:
+    """Return a line with overrides of a placed config that fit, or with other ways out if none do.
 
-    `config` is placed on the devices; `limit`: bytes of a device; `scale`: bytes that the verdict
-    counts, over those of the formula.
-    """
-    changes, size = cheapest_changes(config, architecture, target, limit / scale)
-    if size > limit / scale:
-        adapters = "" if config.policy.lora.rank else ", or train adapters (policy.lora.rank=16)"
-        return (
-            "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
-            f" learner.optimizer.offload and sampler fits (the least: {size * scale / GIB:.1f} GiB):"
-            f" take more devices or larger ones{adapters}"
-        )
-    overrides = " ".join(f"{key}={value}" for key, value in changes.items())
-    counted = f", times {scale:.2f} as the compiler counts" if scale > 1 else ""
-    workers = "; vLLM's workers have devices of their own" if "sampler.name" in changes else ""
-    return f"would fit: {overrides} ({size * scale / GIB:.1f} GiB by the formula{counted}{workers})"
-
-
-def cheapest_changes(
-    config: Config, architecture: Architecture, target: Target, limit: float
-) -> tuple[Changes, float]:
-    """Return changes and the bytes of a device with them, which exceed the limit if no lever is left.
-
-    Until the config fits, the cheapest lever that saves memory moves one step.
+    Until the formula's bytes are within `limit`, the cheapest change that saves memory is added.
     """
     changes: Changes = {}
     size = peak_memory(memory_of(config, architecture, target))
-    while size > limit and (smaller := _pull_lever(config, architecture, target, size)):
-        config, size, step = smaller
-        changes |= step
-    if "sampler.name" in changes:  # vLLM's workers have room for all slots
+    while size > limit:
+        for change in memory_savers(config, architecture, target.hosts):
+            with suppress(ValidationError, UserError):  # it does not go together with another key
+                smaller = changed(config, change)
+                smaller_size = peak_memory(memory_of(smaller, architecture, target))
+                if smaller_size < size:
+                    config, size, changes = smaller, smaller_size, changes | change
+                    break
+        else:
+            return (
+                "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
+                f" optimizer.offload and sampler fits (the least: {size / GIB:.1f} GiB by the formula): take"
+                " more devices or larger ones, or train adapters (policy.lora.rank)"
+            )
+    workers = ""
+    if "sampler.name" in changes:
         changes.pop("sampler.slots", None)
-    return changes, size
+        workers = "; vLLM's workers have devices of their own"
+    overrides = " ".join(f"{key}={value}" for key, value in changes.items())
+    return f"would fit: {overrides} ({size / GIB:.1f} GiB by the formula{workers})"
 
 
-def _pull_lever(
-    config: Config, architecture: Architecture, target: Target, size: float
-) -> tuple[Config, float, Changes] | None:
-    for step in levers(config, architecture, target.hosts):
-        with suppress(ValidationError, UserError):  # it does not go together with another key
-            smaller = changed(config, step)
-            smaller_size = peak_memory(memory_of(smaller, architecture, target))
-            if smaller_size < size:
-                return smaller, smaller_size, step
-    return None
+def memory_savers(config: Config, architecture: Architecture, hosts: int) -> list[Changes]:
+    """Return the next step of each change that saves memory and changes no result, the cheapest first.
 
-
-def levers(config: Config, architecture: Architecture, hosts: int) -> Iterator[Changes]:
-    """Yield the next step of each lever, the cheapest lever first; none changes what is learned."""
-    mesh, sampler, learner, longest = config.mesh, config.sampler, config.learner, config.rollout.max_length
-    shards, rows, tensor = mesh.data * mesh.fsdp, learner.microbatch_rows, 2 * mesh.tensor
-    if learner.row_length > longest:
-        yield {"learner.row_length": longest}
-    if rows > shards:
-        yield {"learner.microbatch_rows": _half(rows, shards)}
-    if config.policy.remat != "full":
-        yield {"policy.remat": "full"}
-    if mesh.data > 1:
-        yield {"mesh.data": 1, "mesh.fsdp": shards}
-    if learner.optimizer.offload == "none":
-        yield {"learner.optimizer.offload": "host"}
-    if config.advantage.has_critic and config.critic.optimizer.offload == "none":
-        yield {"critic.optimizer.offload": "host"}
+    A key that cannot go further keeps its value.
+    """
+    mesh, slots, rows = config.mesh, config.sampler.slots, config.learner.microbatch_rows
+    shards, tensor = mesh.data * mesh.fsdp, 2 * mesh.tensor
+    changes: list[Changes] = [
+        {"learner.row_length": min(config.learner.row_length, config.rollout.max_length)},
+        {"learner.microbatch_rows": max(1, rows // 2 // shards) * shards},
+        {"policy.remat": "full"},
+        {"mesh.data": 1, "mesh.fsdp": shards},
+        {"learner.optimizer.offload": "host"},
+        {"critic.optimizer.offload": "host"},
+    ]
     if mesh.fsdp % 2 == 0 and architecture.num_kv_heads % tensor == 0:
-        yield {"mesh.fsdp": mesh.fsdp // 2, "mesh.tensor": tensor, "learner.microbatch_rows": rows // 2}
-    if sampler.name == "jax":
-        if sampler.slots > shards:
-            yield {"sampler.slots": _half(sampler.slots, shards)}
-        yield {"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {})
-
-
-def _half(size: int, unit: int) -> int:
-    """Return about half of a size, as a multiple of its unit."""
-    return max(1, size // 2 // unit) * unit
+        split = {"mesh.fsdp": mesh.fsdp // 2, "mesh.tensor": tensor, "learner.microbatch_rows": rows // 2}
+        changes.append(split)
+    if config.sampler.name == "jax":
+        changes.append({"sampler.slots": max(1, slots // 2 // shards) * shards})
+        changes.append({"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {}))
+    return changes
 
 
 def changed(section: Any, changes: Changes) -> Any:
-    """Return a config with other values; ValidationError if one is invalid."""
+    """Return a config or section with other values by dotted key; ValidationError if one is invalid."""
     for key, value in changes.items():
-        section = _with_value(section, key, value)
+        name, _, inner = key.partition(".")
+        if inner:
+            value = changed(getattr(section, name), {inner: value})
+        section = replace(section, **{name: value})
     return section
-
-
-def _with_value(section: Any, key: str, value: Any) -> Any:
-    name, _, inner = key.partition(".")
-    return replace(section, **{name: _with_value(getattr(section, name), inner, value) if inner else value})

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +24,25 @@ from calibadv_jax.core.files import replacing, write_text
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
-from calibadv_jax.data.questions import is_joined, question_row, read_questions, write_questions
+from calibadv_jax.data.questions import question_row, read_questions, write_questions
 from calibadv_jax.metrics.console import Console, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "question files: a path, a pattern, hf://datasets/OWNER/NAME/FILE, OWNER/NAME"
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
-    text = ".jsonl or .parquet file to write; a report comes beside it"
-    parser.add_argument("--output", type=Path, required=True, help=text)
-    text = "data source of rows without one (default: name of the file or folder)"
-    parser.add_argument("--data_source", default="", help=text)
+    parser.add_argument("--output", type=Path, required=True, help=".jsonl or .parquet file to write")
     parser.add_argument("--question", default="", metavar="KEY", help="key of the question in other layouts")
     parser.add_argument("--answer", default="", metavar="KEY", help="key of the golden answers in such files")
     parser.add_argument("--separator", default="", help="text between answers in one text, such as '|'")
     parser.add_argument("--only", nargs="+", default=[], metavar="DATA_SOURCE", help="keep only these")
-    text = "drop questions that occur in these files"
-    parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help=text)
-    text = "of a question; 0: no limit"
-    parser.add_argument("--max_characters", type=number(int, least=0), default=0, help=text)
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="INPUT", help="drop their questions")
+    characters = number(int, least=0)
+    parser.add_argument("--max_characters", type=characters, default=0, help="of a question; 0: no limit")
 
 
 def run(arguments: argparse.Namespace) -> None:
     filters = Filters(
-        default_source=arguments.data_source,
         columns=ColumnsConfig(arguments.question, arguments.answer, arguments.separator),
         data_sources=arguments.only,
         excluded=arguments.exclude,
@@ -56,15 +50,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     report, console = prepare(arguments.inputs, arguments.output, filters), Console()
     console.say(table(report.rows(), ["data source", *report.outcomes]))
-    if report.joined_answers:
-        joined = "rows have one golden answer with a separator in it (|, ; or a line break)"
-        console.warn(f"{report.joined_answers} {joined}: if these are several answers, give --separator")
     console.say(f"written to {arguments.output}; dropped rows in {arguments.output}.report.json")
 
 
 READ, WRITTEN = "read", "written"  # outcomes of rows beside the reasons to drop them
 EXAMPLES = 5  # dropped rows that the report shows for each reason
-BATCH = 1024  # rows of a parquet file written at once
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _MESSAGES = pa.list_(pa.struct({"role": _TEXT, "content": _TEXT}))
 SCHEMA = pa.schema(
@@ -77,7 +67,6 @@ SCHEMA = pa.schema(
 class Filters:
     """Reasons to drop rows, besides missing answers and repeated questions."""
 
-    default_source: str = ""  # data_source of rows that name none; empty: the file's name tells it
     columns: ColumnsConfig = NO_COLUMNS  # of the inputs, not of the files of excluded questions
     data_sources: Collection[str] = ()  # kept; empty: all
     excluded: Sources = ()  # files of questions that must not occur
@@ -89,17 +78,13 @@ class PreparationReport:
     """Rows read, written and dropped, by data source, and examples of each reason."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of data source and outcome
-    joined_answers: int = 0  # written rows whose only answer looks like several ones
     examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
-    def count(self, source: str, outcome: str) -> None:
-        self.counts.update([(source, READ), (source, outcome)])
-
     def drop(self, source: str, reason: str, where: str, text: str) -> None:
-        self.count(source, reason)
-        shown = self.examples.setdefault(reason, [])
-        if len(shown) < EXAMPLES:
-            shown.append({"row": where, "question": text})
+        self.counts.update([(source, READ), (source, reason)])
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append({"row": where, "question": text})
 
     @property
     def outcomes(self) -> list[str]:
@@ -107,10 +92,6 @@ class PreparationReport:
 
     def rows(self) -> list[list[Any]]:
         return count_rows(self.counts, self.outcomes)
-
-    def as_json(self) -> dict[str, Any]:
-        counts = [dict(zip(["data_source", *self.outcomes], row, strict=True)) for row in self.rows()]
-        return vars(self) | {"counts": counts}
 
 
 def count_rows(counts: Counter[tuple[str, str]], outcomes: Sequence[str]) -> list[list[Any]]:
@@ -138,37 +119,41 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Pre
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
     with replacing(output) as partial:
-        (_write_parquet if output.suffix == ".parquet" else write_questions)(partial, questions)
+        if output.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(list(map(question_row, questions)), SCHEMA), partial)
+        else:
+            write_questions(partial, questions)
         _, num_read, num_written, *_ = report.rows()[-1]
         if not num_written:
             reasons = ", ".join(sorted(report.examples)) or "the files are empty"
             raise UserError(
                 f"{output}: no question is left, {num_read} were dropped ({reasons}); relax the filters"
             )
-        text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
+        header = ["data_source", *report.outcomes]
+        counts = [dict(zip(header, row, strict=True)) for row in report.rows()]
+        text = json.dumps({"counts": counts, "examples": report.examples}, indent=2, ensure_ascii=False)
         write_text(output.with_name(output.name + ".report.json"), text + "\n")
     return report
 
 
 def _select(sources: Sources, filters: Filters, report: PreparationReport) -> Iterator[Question]:
     excluded = {
-        _digest(question.text)
+        question_key(question.text)
         for path, source in (find_files(filters.excluded) if filters.excluded else ())
         for _, question in read_questions(path, source)
         if isinstance(question, Question)
     }
-    seen, ids = set[bytes](), set[str]()
-    for path, source in find_files(sources, filters.default_source):
+    seen, ids = set[str](), set[str]()
+    for path, source in find_files(sources):
         for where, question in read_questions(path, source, filters.columns):
             if isinstance(question, NoAnswer):
-                report.drop(question.source, "no answer", where, str(question).removeprefix(f"{where}: "))
+                report.drop(question.source, "no answer", where, str(question))
                 continue
             if reason := _why_dropped(question, filters, excluded, seen):
                 report.drop(question.data_source, reason, where, question.text)
                 continue
-            seen.add(_digest(question.text))
-            report.count(question.data_source, WRITTEN)
-            report.joined_answers += is_joined(question)
+            seen.add(question_key(question.text))
+            report.counts.update([(question.data_source, READ), (question.data_source, WRITTEN)])
             names = chain([question.id], (f"{question.id}_{number}" for number in count(2)))
             name = next(name for name in names if name not in ids)
             ids.add(name)
@@ -177,7 +162,7 @@ def _select(sources: Sources, filters: Filters, report: PreparationReport) -> It
 
 
 def _why_dropped(
-    question: Question, filters: Filters, excluded: Collection[bytes], seen: Collection[bytes]
+    question: Question, filters: Filters, excluded: Collection[str], seen: Collection[str]
 ) -> str:
     if filters.data_sources and question.data_source not in filters.data_sources:
         return "other data source"
@@ -185,17 +170,6 @@ def _why_dropped(
         return "empty answer"
     if filters.max_characters and len(question.text) > filters.max_characters:
         return "too long"
-    if (digest := _digest(question.text)) in excluded:
+    if (key := question_key(question.text)) in excluded:
         return "overlap"
-    return "duplicate" if digest in seen else ""
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(question_key(text).encode(), digest_size=16).digest()
-
-
-def _write_parquet(path: Path, questions: Iterable[Question]) -> None:
-    rows = map(question_row, questions)
-    with pq.ParquetWriter(path, SCHEMA) as writer:
-        while batch := list(islice(rows, BATCH)):
-            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+    return "duplicate" if key in seen else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,23 +137,26 @@ def _product(shape: str) -> int:
 
 def placed_on(config: Config, target: Target) -> Config:
     """Return the config with a mesh of the target's devices, and the attention kernel of its platform."""
-    mesh, rows = config.mesh, config.learner.microbatch_rows
-    sizes = mesh.sizes_on(target.devices)
-    shards = sizes["data"] * sizes["fsdp"]
-    if math.prod(sizes.values()) != target.devices:
+    mesh, devices = config.mesh, target.devices
+    sizes = mesh.sizes_on(devices)
+    if math.prod(sizes.values()) != devices:
         shape = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
-        tensor = sizes["tensor"] if target.devices % sizes["tensor"] == 0 else 1
-        fsdp = target.devices // tensor
         raise UserError(
-            f"the mesh {shape} does not fit {target}: set mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}"
-            f" learner.microbatch_rows={max(1, rows // shards) * fsdp}"
+            f"the mesh {shape} does not fit {target}: set mesh.data=1 mesh.fsdp={devices} mesh.tensor=1"
+            f" learner.microbatch_rows={devices}"
         )
+    check_rows(config, sizes)
+    policy = config.policy
+    if policy.attention == "auto":
+        policy = replace(policy, attention=KERNELS["gpu" if target.platform == "cuda" else "tpu"])
+    return replace(config, mesh=replace(mesh, **sizes), policy=policy)
+
+
+def check_rows(config: Config, mesh: Mapping[str, int]) -> None:
+    """Raise UserError if the mesh's devices cannot share the rows of a microbatch evenly."""
+    shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
     if rows % shards:
         raise UserError(
             f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}:"
             f" set learner.microbatch_rows={-(-rows // shards) * shards}"
         )
-    policy = config.policy
-    if policy.attention == "auto":
-        policy = replace(policy, attention=KERNELS["gpu" if target.platform == "cuda" else "tpu"])
-    return replace(config, mesh=replace(mesh, **sizes), policy=policy)

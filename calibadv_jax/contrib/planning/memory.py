@@ -28,8 +28,6 @@ from calibadv_jax.sampler.prefixes import TileShape
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, 1
-CPU_COLUMNS = 2**18  # slots × tokens of the KV cache; a CPU reads up to all of them for a token of every slot
-CPU_ROW = 2**12  # tokens of a learner's row on a CPU
 REMEDY = "lower sampler.slots, rollout.max_length, learner.microbatch_rows, learner.row_length; add devices"
 GIB = 1024**3
 GAPS = {"tpu": 1.6}  # largest ratio of a program's memory to that in use at once (benchmarks/scale.md)
@@ -165,14 +163,13 @@ def trained_parameters(config: Config, architecture: Architecture) -> int:
 
 
 def heads_warnings(architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
-    """Return one line for each kind of heads that ``mesh.tensor`` does not divide, with the remedy."""
-    tensor = mesh["tensor"]
-    numbers = {"heads": architecture.num_heads, "key-value heads": architecture.num_kv_heads}
+    """Return a warning if ``mesh.tensor`` does not divide the key-value heads, else nothing."""
+    tensor, heads = mesh["tensor"], architecture.num_kv_heads
+    if heads % tensor == 0:
+        return []
     return [
-        f"warning: mesh.tensor is {tensor}, which does not divide the policy's {number} {heads}: each device"
-        f" of the axis computes all of them; set it to a divisor of {number}, and mesh.fsdp to the rest"
-        for heads, number in numbers.items()
-        if number % tensor
+        f"warning: mesh.tensor is {tensor}, which does not divide the policy's {heads} key-value heads: each"
+        f" device of the axis computes all of them; set it to a divisor of {heads}, and mesh.fsdp to the rest"
     ]
 
 
@@ -276,35 +273,31 @@ def _share(size: int, mesh: Mapping[str, int]) -> int:
 
 def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return size, memory and warnings of a config on a mesh of this machine's devices."""
-    devices = math.prod(mesh.values())
-    return [
-        policy_line(config, architecture),
-        *memory_lines(estimate_memory(config, architecture, mesh), devices),
-        *heads_warnings(architecture, mesh),
-        *(cpu_lines(config) if devices <= jax.device_count() else []),
-    ]
+    estimate = estimate_memory(config, architecture, mesh)
+    lines = [policy_line(config, architecture), memory_line(estimate)]
+    lines += memory_lines(peak_memory(estimate), math.prod(mesh.values()))
+    return lines + heads_warnings(architecture, mesh)
 
 
-def memory_lines(estimate: Mapping[str, float], devices: int) -> list[str]:
-    """Return the estimate, and if a device of this machine has less, the keys to change."""
-    line, device, present = memory_line(estimate), jax.local_devices()[0], jax.device_count()
-    if devices > present:
-        return [line, f"not checked: memory: the mesh has {devices} devices, and this machine {present}"]
+def memory_lines(peak: float, devices: int) -> list[str]:
+    """Return the keys to change if a device of this machine has less than `peak` bytes, else nothing."""
+    device, present = jax.local_devices()[0], jax.device_count()
     if device.platform == "cpu":
         limit = host_memory() / devices
         room = f"this host has {host_memory() / GIB:.1f} GiB for {devices} device(s)"
     else:
         limit = (device.memory_stats() or {}).get("bytes_limit") or 0.0
         room = f"the device has {limit / GIB:.1f} GiB"
-    peak, gaps = peak_memory(estimate), GAPS.get(device.platform, 1.0)
+    gaps = GAPS.get(device.platform, 1.0)
+    if devices > present:
+        return [f"not checked: memory: the mesh has {devices} devices, and this machine {present}"]
     if not limit:
-        return [line, "not checked: memory: the device does not say how much it has"]
+        return ["not checked: memory: the device does not say how much it has"]
     if peak > limit:
-        return [line, f"failed: {peak / GIB:.1f} GiB a device do not fit: {room}; {REMEDY}"]
+        return [f"failed: {peak / GIB:.1f} GiB a device do not fit: {room}; {REMEDY}"]
     if peak * gaps > limit:
-        more = f"programs can need {gaps} times the estimate (benchmarks/scale.md)"
-        return [line, f"warning: {room}, and {more}; {REMEDY}"]
-    return [line]
+        return [f"warning: {room}, and programs can need {gaps} times the estimate; {REMEDY}"]
+    return []
 
 
 def host_memory() -> float:
@@ -315,18 +308,6 @@ def host_memory() -> float:
         if text.isdigit() and int(text):
             limits.append(float(text))
     return min(limits)
-
-
-def cpu_lines(config: Config) -> list[str]:
-    """Return a warning if the devices are a CPU's, and the sizes are those of accelerators; else nothing."""
-    cache = config.sampler.slots * config.rollout.max_length if config.sampler.name == "jax" else 0
-    is_small = cache <= CPU_COLUMNS and config.learner.row_length <= CPU_ROW
-    if is_small or jax.local_devices()[0].platform != "cpu":
-        return []
-    return [
-        "warning: this machine computes on a CPU, where a few tokens take minutes with these sampler.slots,"
-        " rollout.max_length and learner.row_length: --config configs/cpu.yaml, given last, lowers them"
-    ]
 
 
 def find_architecture(config: Config) -> Architecture | None:

@@ -46,7 +46,8 @@ class Part:
 class Step:
     parts: list[Part]
     fill: float  # share of the update's positions that holds tokens
-    trained: int  # tokens of a step's trajectories
+    rollouts: ExpectedRollouts
+    trained: int  # tokens of the rollouts' trajectories
     overlap: bool  # whether rollouts and update go on at the same time, on devices of their own
 
     def seconds(self, target: Target, efficiency: float) -> float:
@@ -71,11 +72,8 @@ def expected_rollouts(config: Config, tokens: int = 0, sampled: int = 0) -> Expe
 
 def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollouts, target: Target) -> Step:
     """Count the parts of a step; the config is `placed_on` the target."""
-    costs, trajectories, epochs = (
-        Costs(config, architecture, rollouts.tokens),
-        rollouts.trajectories,
-        config.learner.epochs,
-    )
+    costs = Costs(config, architecture, rollouts.tokens)
+    trajectories, epochs = rollouts.trajectories, config.learner.epochs
     size = config.learner.minibatch_size or trajectories
     minibatches = [min(size, trajectories - start) for start in range(0, trajectories, size)]
     # Packing thousands takes a second: once for each number.
@@ -92,7 +90,7 @@ def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollou
     parts += [costs.apply(updates), *costs.sampling(rollouts, sampler_of(config, target))]
     overlap = config.rollout.max_staleness > 0 and bool(config.sampler.urls)
     trained = trajectories * rollouts.tokens
-    return Step(parts, trained * epochs / computed, trained, overlap)
+    return Step(parts, trained * epochs / computed, rollouts, trained, overlap)
 
 
 class Costs:
@@ -175,10 +173,8 @@ class Costs:
             devices, slots, item = self.devices, sampler.slots, self.item
             split = process.mesh.fsdp * process.mesh.tensor
         else:
-            workers, item = (
-                len(sampler.urls) or sampler.workers,
-                jnp.dtype(self.config.sampler_dtype).itemsize,
-            )
+            workers = len(sampler.urls) or sampler.workers
+            item = jnp.dtype(self.config.sampler_dtype).itemsize
             split = len(sampler.worker_devices[0].split(",")) if sampler.worker_devices else 1
             devices, slots = workers * split, sampler.slots * workers
         slots = min(slots, count, self.config.rollout.max_concurrency)
