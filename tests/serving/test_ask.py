@@ -10,7 +10,6 @@ from tiny_policy import Letters
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, JudgeConfig, PromptConfig, RewardConfig, RolloutConfig
-from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.commands import ask
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.tags import QUERY_REFUSED
@@ -69,8 +68,8 @@ def answer(monkeypatch):
     def answer(questions, *texts):
         sampler = Script(texts)
         rollouts = rollouts_of(sampler, Shelf(error=RequestFailed("retriever", "gone\x07")))
-        monkeypatch.setattr(asking, "build_model", MagicMock())
-        monkeypatch.setattr(asking, "open_rollouts", lambda *_: rollouts)
+        monkeypatch.setattr(ask, "build_model", MagicMock())
+        monkeypatch.setattr(ask, "open_rollouts", lambda *_: rollouts)
         output = []
         ask.ask(CONFIG, MagicMock(), questions, 0.0, output.append)
         assert "\udcff" not in "".join(prompt for prompt, _ in sampler.sampled)
@@ -95,9 +94,9 @@ def test_config_is_that_of_newest_start_of_run(tmp_path):
         (run / "configs" / name).write_text("run: {seed: 1}\n")
     (run / "configs/11.yaml").touch()  # of a start on a full disk
     for policy in (run, run / "checkpoints", run / "checkpoints/7", run / "snapshots/v3"):
-        assert asking.run_config(find_policy(policy)) == run / "configs/10.yaml"
+        assert ask.run_config(find_policy(policy)) == run / "configs/10.yaml"
     with pytest.raises(UserError, match="no config of a run beside it; name one with --config"):
-        asking.run_config(find_policy(tmp_path / "elsewhere/model"))
+        ask.run_config(find_policy(tmp_path / "elsewhere/model"))
 
 
 @pytest.fixture
@@ -180,6 +179,6 @@ def test_config_for_a_person(tmp_path):
     reward = RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge)
     for patience, expected in ((900.0, 10), (2.0, 2)):
         config = replace(Config(), reward=reward, retriever=replace(Config().retriever, patience=patience))
-        alone = asking.for_people(config, str(tmp_path), 1)
+        alone = ask.for_people(config, str(tmp_path), 1)
         assert alone.run.dir == str(tmp_path) and alone.retriever.patience == expected
         assert alone.reward.judge.url == ""  # the judge of a run that has ended is gone
