@@ -44,7 +44,7 @@ def test_question_to_its_policy(trained):
     output = []
     logs = {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
     config = load_config(ask.run_config(find_policy(trained)))
-    ask.ask(config, find_policy(trained), ["who is it?"], 0.0, output.append)
+    ask.ask(config, find_policy(trained), ["who is it?"], output.append)
     assert output and output[-1].startswith(("answer", "no answer"))
     assert logs and logs == {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
 

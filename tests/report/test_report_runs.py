@@ -27,7 +27,7 @@ def test_rows_are_read_by_step(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "a": 7.0}\n{"step": 5, "a"')
     (run,) = read_runs([tmp_path])
-    assert run.steps == [1, 2, 3, 4]
+    assert list(run.rows) == [1, 2, 3, 4]
     assert run.values("a") == {1: 1.0, 2: 7.0, 4: None} and run.values("b") == {}
     assert run.rollouts == {1: files[0], 4: files[1]}
 
@@ -144,12 +144,11 @@ def write(folder, name, content):
 
 
 def test_evaluations_are_read_in_order(tmp_path):
-    """Half a file, and one of another program, are no evaluations."""
+    """One of another program is no evaluation; half a file is named."""
     for name, content in (
         ("evaluation_after", EVALUATION | {"intervals": {}}),
         ("evaluation_before", EVALUATION),
         ("evaluation", EVALUATION | {"method": "rag"}),
-        ("evaluation_cut", '{"scores": {"all": {"f1"'),
         ("evaluation_notes", {"seconds": 3}),
     ):
         write(tmp_path, f"{name}.json", content)
@@ -160,6 +159,9 @@ def test_evaluations_are_read_in_order(tmp_path):
     assert [row.confidence for row in rows] == [0.95, None, None, None, 0.95, None]
     assert rows[0].cells == {"f1": "0.500 [0.375, 0.625]", "trajectories": "300"}
     assert rows[1].cells == {"f1": "0.250", "trajectories": "100"}
+    write(tmp_path, "evaluation_cut.json", '{"scores": {"all": {"f1"')
+    with pytest.raises(UserError, match="evaluation_cut.json: not valid JSON"):
+        read_evaluations(tmp_path, None)
 
 
 def test_evaluation_output_is_read_once(tmp_path, monkeypatch):

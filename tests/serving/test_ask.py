@@ -19,7 +19,9 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import find_policy
 
 ANSWER = "<think>so</think><answer>Ann</answer>"
-CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
+CONFIG = Config(
+    prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(temperature=0.7, max_searches=1)
+)
 FOUND = [Document("1", "Ann", "word " * 100), Document("2", "\x1b[2JBob\u202e", "b\x07")]
 
 
@@ -31,7 +33,7 @@ def talk(*texts, retriever=None, prompt=CONFIG.prompt):
     """The printed lines, the trajectory and the sampler, which writes the texts one after the other."""
     output, sampler = [], Script(texts)
     with rollouts_of(sampler, retriever or Shelf(FOUND), prompt) as rollouts:
-        trajectory = ask.answer(rollouts, "ask0", "who?", 0.7, output.append)
+        trajectory = ask.answer(rollouts, "ask0", "who?", output.append)
     return output, trajectory, sampler
 
 
@@ -71,7 +73,7 @@ def answer(monkeypatch):
         monkeypatch.setattr(ask, "build_model", MagicMock())
         monkeypatch.setattr(ask, "open_rollouts", lambda *_: rollouts)
         output = []
-        ask.ask(CONFIG, MagicMock(), questions, 0.0, output.append)
+        ask.ask(CONFIG, MagicMock(), questions, output.append)
         assert "\udcff" not in "".join(prompt for prompt, _ in sampler.sampled)
         return output
 

@@ -49,17 +49,17 @@ def run(arguments: argparse.Namespace) -> None:
     config, source = read_policy(arguments, overrides)
     console = Console()
     console.note(f"opening {source}, the sampler and the retriever")
-    ask(config, source, questions or typed_questions(), arguments.temperature, console.say)
+    ask(config, source, questions or typed_questions(), console.say)
 
 
-def ask(config: Config, source: PolicySource, questions: Iterable[str], temperature: float, say: Say) -> None:
+def ask(config: Config, source: PolicySource, questions: Iterable[str], say: Say) -> None:
     """Answer a list of questions, or those of an iterator that waits for somebody to type.
 
     Raises UserError if policy, sampler or retriever cannot be used, or a question of a list failed.
     """
     with open_policy(config, source) as rollouts:
         for number, text in enumerate(questions):
-            trajectory = answer(rollouts, f"ask{number}", text, temperature, say)
+            trajectory = answer(rollouts, f"ask{number}", text, say)
             if trajectory.error is None:
                 say(ending(trajectory))
             elif isinstance(questions, list):
@@ -68,7 +68,7 @@ def ask(config: Config, source: PolicySource, questions: Iterable[str], temperat
                 say(f"failed: {printable(trajectory.error)}")
 
 
-def answer(rollouts: Rollouts, name: str, text: str, temperature: float, say: Say) -> Trajectory:
+def answer(rollouts: Rollouts, name: str, text: str, say: Say) -> Trajectory:
     """Return the trajectory of a question; print each turn and each observation meanwhile."""
 
     def show(turn: Turn, is_observed: bool) -> None:
@@ -81,8 +81,7 @@ def answer(rollouts: Rollouts, name: str, text: str, temperature: float, say: Sa
         for place, document in enumerate(turn.documents, 1):
             say(folded(place, document))
 
-    rollout = replace(rollouts.context.rollout, temperature=temperature)
-    return rollouts.run(run_question(rollouts, name, text, show, rollout))
+    return rollouts.run(run_question(rollouts, name, text, show, rollouts.context.rollout))
 
 
 def typed_questions() -> Iterator[str]:
@@ -99,7 +98,7 @@ def typed_questions() -> Iterator[str]:
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `read_policy` reads, but not the overrides, and --temperature."""
+    """Add the arguments that `read_policy` reads, but not the overrides."""
     text = "policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder"
     parser.add_argument("--policy", type=Path, required=True, metavar="FOLDER", help=text)
     text = "config with prompt, rollout, sampler and retriever; default: the config of the run"
@@ -124,7 +123,7 @@ def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tupl
     if programs and not (arguments.config or arguments.start_programs):  # the run may be somebody else's
         advice = "--start-programs allows it, and --config FILE takes a config of your own"
         raise UserError(f"{source}: the run's config starts a program, {programs[0]!r}; {advice}")
-    return config, source
+    return replace(config, rollout=replace(config.rollout, temperature=arguments.temperature)), source
 
 
 def run_config(source: PolicySource) -> Path:

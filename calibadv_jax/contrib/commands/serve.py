@@ -65,7 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
                 slots=arguments.slots,
                 queue=arguments.queue,
                 seconds=arguments.time_limit,
-                temperature=arguments.temperature,
             )
             with app.serving(service, listener, token) as ended:
                 host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host

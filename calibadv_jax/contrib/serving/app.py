@@ -238,7 +238,7 @@ def _usage(trajectory: Trajectory) -> dict[str, int]:
 class Service:
     """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait.
 
-    A question may take `seconds`, without its waiting; `temperature`: of a request without it.
+    A question may take `seconds`, without its waiting.
     """
 
     rollouts: Rollouts
@@ -246,7 +246,6 @@ class Service:
     slots: int
     queue: int
     seconds: float
-    temperature: float
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)  # that wait or run
     _free: asyncio.Semaphore = field(init=False)
     _begun: int = field(default=0, init=False)
@@ -282,7 +281,7 @@ class Service:
         default = self.rollouts.context.rollout
         rollout = replace(
             default,
-            temperature=self.temperature if request.temperature is None else request.temperature,
+            temperature=default.temperature if request.temperature is None else request.temperature,
             top_p=request.top_p or default.top_p,
             max_turn_length=min(request.max_tokens or default.max_turn_length, default.max_turn_length),
             time_limit=self.seconds,
