@@ -93,12 +93,11 @@ def test_transcript_has_every_token_and_marks_silver_documents(site):
 
 @pytest.fixture
 def content(tmp_path, tokenizer):
-    """Content of an address of a run whose only group this is."""
+    """The transcript of a group, the only one of its run."""
 
-    def content(group, config=None, address="data/group_1_0.json", planned=0):
-        if not (tmp_path / "run").exists():
-            write_run(tmp_path / "run", [[group]], config or Config(), tokenizer, planned=planned)
-        return json.loads(Site(tmp_path / "run").get(address))
+    def content(group, config=None):
+        write_run(tmp_path / "run", [[group]], config or Config(), tokenizer)
+        return json.loads(Site(tmp_path / "run").get("data/group_1_0.json"))
 
     return content
 
@@ -126,8 +125,9 @@ def test_thought_that_the_environment_opened_is_no_flaw(content, small_group):
     assert shown[1]["turns"][0]["flaw"] == "<think> is not closed before <think>"
 
 
-def test_run_in_progress_names_the_planned_steps(content, small_group):
-    assert content(small_group(), address="data/index.json", planned=60)["planned"] == 60
+def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_group):
+    write_run(tmp_path, [[small_group()]], Config(), tokenizer, planned=60)
+    assert json.loads(Site(tmp_path).get("data/index.json"))["planned"] == 60
 
 
 def test_cut_observation_shows_documents_that_are_in_it():

@@ -19,9 +19,8 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import find_policy
 
 ANSWER = "<think>so</think><answer>Ann</answer>"
-CONFIG = Config(
-    prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(temperature=0.7, max_searches=1)
-)
+LIMITS = RolloutConfig(temperature=0.7, max_searches=1)
+CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=LIMITS)
 FOUND = [Document("1", "Ann", "word " * 100), Document("2", "\x1b[2JBob\u202e", "b\x07")]
 
 
@@ -155,8 +154,9 @@ def test_overrides_and_own_tokenizer_reach_the_policy(asked, tmp_path, own):
     status, _, read, source, questions = asked("who wrote a=b?", "run.seed=5", "--config", str(config))
     assert status == 0 and read.run.seed == 5 and questions == ["who wrote a=b?"]
     assert source == find_policy(tmp_path) and read.policy.tokenizer == ("" if own else "elsewhere")
-    *_, read, _, _ = asked("who?", "policy.tokenizer=mine", "--config", str(config))
-    assert read.policy.tokenizer == "mine"
+    assert read.rollout.temperature == 0
+    *_, read, _, _ = asked("who?", "policy.tokenizer=mine", "--config", str(config), "--temperature", "0.5")
+    assert read.policy.tokenizer == "mine" and read.rollout.temperature == 0.5
 
 
 def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):

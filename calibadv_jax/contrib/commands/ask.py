@@ -58,8 +58,8 @@ def ask(config: Config, source: PolicySource, questions: Iterable[str], say: Say
     Raises UserError if policy, sampler or retriever cannot be used, or a question of a list failed.
     """
     with open_policy(config, source) as rollouts:
-        for number, text in enumerate(questions):
-            trajectory = answer(rollouts, f"ask{number}", text, say)
+        for place, text in enumerate(questions):
+            trajectory = answer(rollouts, f"ask{place}", text, say)
             if trajectory.error is None:
                 say(ending(trajectory))
             elif isinstance(questions, list):

@@ -118,8 +118,6 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]  # without the head of an XML file
-    svg = re.sub(
-        r' id="[\w.]+_\d+"', "", svg
-    )  # of groups: nothing refers to them, and every drawing has them
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups: nothing refers to them
     svg = re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
