@@ -22,7 +22,7 @@ from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT, JudgeCon
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.tags import well_formed
-from calibadv_jax.core.trajectory import Trajectory
+from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import BadReply, PerLoop, Unreachable
 
@@ -75,12 +75,14 @@ class JudgeClient:
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
         """Return the verdict in [0, 1], and whether it agrees with exact match."""
         question, answer = trajectory.question, trajectory.answer or ""
-        verdict = await self._verdict(data_of(question.text, question.golden_answers, answer))
+        verdict = await self.verdict(question, answer)
         is_exact = normalise_answer(answer) in map(normalise_answer, question.golden_answers)
         agrees = (verdict >= 0.5) == is_exact
         return {JUDGE: verdict, JUDGE_AGREEMENT: float(agrees)}
 
-    async def _verdict(self, data: str) -> float:
+    async def verdict(self, question: Question, answer: str) -> float:
+        """Return the verdict on an answer, in [0, 1]; raises as `score`."""
+        data = data_of(question.text, question.golden_answers, answer)
         verdicts = self._connections.get().verdicts
         task = verdicts.get(data)
         if task is None or (task.done() and task.exception()):
