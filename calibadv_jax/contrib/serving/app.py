@@ -236,16 +236,13 @@ def _usage(trajectory: Trajectory) -> dict[str, int]:
 
 @dataclass
 class Service:
-    """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait.
-
-    A question may take `seconds`, without its waiting.
-    """
+    """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait."""
 
     rollouts: Rollouts
     model: str
     slots: int
     queue: int
-    seconds: float
+    seconds: float  # for one question, without its waiting
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)  # that wait or run
     _free: asyncio.Semaphore = field(init=False)
     _begun: int = field(default=0, init=False)
