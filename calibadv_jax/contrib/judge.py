@@ -45,7 +45,6 @@ class _Message(BaseModel):
 
 class _Choice(BaseModel):
     message: _Message
-    finish_reason: str | None = None
 
 
 class _Completion(BaseModel):
@@ -58,7 +57,7 @@ class _Connections:
 
     http: aiohttp.ClientSession
     slots: asyncio.Semaphore
-    asking: dict[str, asyncio.Task[float]] = field(default_factory=dict)
+    verdicts: dict[str, asyncio.Task[float]] = field(default_factory=dict)  # under way or known
 
 
 class JudgeClient:
@@ -68,7 +67,6 @@ class JudgeClient:
         self.config, self.url = config, config.url.rstrip("/")
         self.prompt = read_prompt(config.prompt)
         self._connections = PerLoop(self._connect)
-        self._verdicts: dict[str, float] = {}
 
     def _connect(self) -> _Connections:
         slots = asyncio.Semaphore(self.config.max_concurrency)
@@ -85,21 +83,17 @@ class JudgeClient:
     async def verdict(self, question: Question, answer: str) -> float:
         """Return the verdict on an answer, in [0, 1]; raises as `score`."""
         data = data_of(question.text, question.golden_answers, answer)
-        if data in self._verdicts:
-            return self._verdicts[data]
-        asking = self._connections.get().asking
-        if data not in asking:
-            task = asking[data] = asyncio.create_task(self._ask(data))
-            task.add_done_callback(lambda _: asking.pop(data, None))
-        # Shielded: others may wait for the same verdict.
-        verdict = self._verdicts[data] = await asyncio.shield(asking[data])
-        while len(self._verdicts) > REMEMBERED:
-            del self._verdicts[next(iter(self._verdicts))]
-        return verdict
+        verdicts = self._connections.get().verdicts
+        task = verdicts.get(data)
+        if task is None or (task.done() and task.exception()):
+            task = verdicts[data] = asyncio.create_task(self._ask(data))
+            if len(verdicts) > REMEMBERED:
+                del verdicts[next(iter(verdicts))]
+        return await asyncio.shield(task)  # others may wait for the same verdict
 
     async def close(self) -> None:
         if (connections := self._connections.take()) is not None:
-            for task in connections.asking.values():
+            for task in connections.verdicts.values():
                 task.cancel()
             await connections.http.close()
 
@@ -135,15 +129,10 @@ class JudgeClient:
             raise BadReply(reply.excerpt)
         try:
             choice = reply.parse(_Completion).choices[0]
-            return read_verdict(choice.message.content or "", key)
         except ValidationError as error:
             problem = f"the reply is no chat completion ({http_client.excerpt(reply.body)})"
             raise BadReply(f"{problem}; correct reward.judge.url") from error
-        except BadReply as error:
-            if choice.finish_reason != "length":
-                raise
-            limit = f"reward.judge.max_tokens={self.config.max_tokens}"
-            raise BadReply(f"the reply was cut after {limit}; raise it") from error
+        return read_verdict(choice.message.content or "", key)
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
@@ -162,7 +151,7 @@ def read_verdict(reply: str, key: str) -> float:
     last = next(reversed(reply.strip().splitlines()), "").strip()
     match = re.fullmatch(rf"{key} (yes|no|0(?:\.\d+)?|1(?:\.0+)?)\.?", last, re.IGNORECASE)
     if match is None:
-        advice = "choose a model that keeps to it, or say it once more in reward.judge.prompt"
+        advice = "raise reward.judge.max_tokens, choose another model, or say it again in reward.judge.prompt"
         raise BadReply(f"the last line is {last[:100]!r}, but must be {EXPECTED}; {advice}")
     return float({"yes": 1, "no": 0}.get(match[1].casefold(), match[1]))
 

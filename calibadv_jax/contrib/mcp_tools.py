@@ -180,7 +180,7 @@ class _Connection:
                 raise ActionRefused(error.message) from error
             is_unread = error.message.startswith(UNREADABLE_EVENT)
             if is_unread or (error.code != CONNECTION_CLOSED and error.message != SESSION_ENDED):
-                raise BadReply(f"error {error.code}: {excerpt(error.message)}") from error
+                raise BadReply(f"error {error.code}: {printable(error.message[:LONGEST_EXCERPT])}") from error
             self.is_ready = False
             raise Unreachable("the connection has ended") from error
         except (ValueError, RuntimeError) as error:  # a result against its schema
@@ -317,11 +317,6 @@ def _type(schema: Any) -> str:
     return kind if isinstance(kind, str) else "value"
 
 
-def excerpt(text: str) -> str:
-    """Return the beginning of a server's text, on one line without control characters."""
-    return printable(text[: 2 * LONGEST_EXCERPT])[:LONGEST_EXCERPT]
-
-
 class ServerLog:
     """The standard error of a server's program, a pipe whose text is added to a file."""
 
@@ -336,7 +331,8 @@ class ServerLog:
         """Return the last line of the program's output, once it has ended."""
         self.stream.close()
         self._thread.join(1.0)  # a program that it started may go on
-        return excerpt(self._tail.decode(errors="replace").strip().rpartition("\n")[2])
+        last = self._tail.decode(errors="replace").strip().rpartition("\n")[2]
+        return printable(last[:LONGEST_EXCERPT])
 
     def _copy(self, reading: int) -> None:
         with open(reading, "rb", buffering=0) as source:

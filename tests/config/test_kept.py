@@ -19,7 +19,7 @@ from calibadv_jax.config import (
     parse_config,
 )
 from calibadv_jax.config.kept import add_start, newest_start, refuse_other_run, start_files
-from calibadv_jax.contrib import asking
+from calibadv_jax.contrib.commands import ask
 from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.model import find_policy
@@ -183,7 +183,7 @@ def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
 def test_damaged_start_is_refused_until_removed(run, name, content):
     path, source = run / "configs" / name, find_policy(run / "checkpoints")
     path.write_bytes(content)
-    for read, argument in ((newest_start, run), (read_runs, [run]), (asking.run_config, source)):
+    for read, argument in ((newest_start, run), (read_runs, [run]), (ask.run_config, source)):
         with pytest.raises(UserError, match=f"{name}: .*remove it") as caught:
             read(argument)
         assert "\n" not in str(caught.value)

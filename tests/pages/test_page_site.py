@@ -93,12 +93,11 @@ def test_transcript_has_every_token_and_marks_silver_documents(site):
 
 @pytest.fixture
 def content(tmp_path, tokenizer):
-    """Content of an address of a run whose only group this is."""
+    """The transcript of a group, the only one of its run."""
 
-    def content(group, config=None, address="data/group_1_0.json", planned=0, steps=()):
-        if not (tmp_path / "run").exists():
-            write_run(tmp_path / "run", [[group]], config or Config(), tokenizer, planned=planned)
-        return json.loads(Site(tmp_path / "run", *steps).get(address))
+    def content(group, config=None):
+        write_run(tmp_path / "run", [[group]], config or Config(), tokenizer)
+        return json.loads(Site(tmp_path / "run").get("data/group_1_0.json"))
 
     return content
 
@@ -126,10 +125,9 @@ def test_thought_that_the_environment_opened_is_no_flaw(content, small_group):
     assert shown[1]["turns"][0]["flaw"] == "<think> is not closed before <think>"
 
 
-def test_run_in_progress_names_the_planned_steps(content, small_group):
-    for steps, planned in (((), 60), ((1, 1), 1)):
-        index = content(small_group(), address="data/index.json", planned=60, steps=steps)
-        assert index["planned"] == planned
+def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_group):
+    write_run(tmp_path, [[small_group()]], Config(), tokenizer, planned=60)
+    assert json.loads(Site(tmp_path).get("data/index.json"))["planned"] == 60
 
 
 def test_cut_observation_shows_documents_that_are_in_it():
@@ -175,19 +173,12 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
 
 
-def test_folders_and_steps_without_rollouts_are_named(tmp_path, small_run):
-    later = Site(small_run, 2, 9)
-    assert [step["step"] for step in later.steps()] == [2] and later.get("data/group_1_0.json") is None
-    for folder, first, words in (
-        (small_run, 3, "keeps steps 1 to 2"),
-        (tmp_path / "nowhere", 0, "no rollouts/step_N.parquet there"),
-        (tmp_path, 0, "no rollouts/step_N.parquet there"),
-    ):
-        with pytest.raises(UserError, match=words):
-            Site(folder, first)
-    add_start(tmp_path, "log: {rollouts: none}\n", {})
-    with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
-        Site(tmp_path)
+def test_folders_without_rollouts_are_named(tmp_path):
+    (tmp_path / "none").mkdir()
+    add_start(tmp_path / "none", "log: {rollouts: none}\n", {})
+    for folder in (tmp_path, tmp_path / "nowhere", tmp_path / "none"):
+        with pytest.raises(UserError, match="no rollouts/step_N.parquet there"):
+            Site(folder)
 
 
 @pytest.fixture(scope="module")

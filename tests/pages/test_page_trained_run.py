@@ -10,7 +10,6 @@ import pytest
 
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.commands import ask
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.model import find_policy
@@ -44,8 +43,8 @@ def trained(tmp_path_factory):
 def test_question_to_its_policy(trained):
     output = []
     logs = {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
-    config = load_config(asking.run_config(find_policy(trained)))
-    ask.ask(config, find_policy(trained), ["who is it?"], 0.0, output.append)
+    config = load_config(ask.run_config(find_policy(trained)))
+    ask.ask(config, find_policy(trained), ["who is it?"], output.append)
     assert output and output[-1].startswith(("answer", "no answer"))
     assert logs and logs == {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
 

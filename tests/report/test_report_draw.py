@@ -12,13 +12,13 @@ from calibadv_jax.contrib.report.gather import Chart, Figure, Panel, over_seeds
 from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
 
 
-def chart_of(*panels, by_series=True, limit=None, **options):
+def chart_of(*panels, by_series=True, **options):
     """A chart with a panel for each mapping of name -> values at the steps 1, 2, …"""
     made = []
     for index, curves in enumerate(panels):
         lines = (over_seeds(name, [dict(enumerate(values, 1))]) for name, values in curves.items())
         made.append(Panel(f"panel {index}" if len(panels) > 1 else "", tuple(lines)))
-    return Chart(Figure("key", "Title", "text", "unit", {}, **options), tuple(made), limit, by_series)
+    return Chart(Figure("key", "Title", "text", "unit", {}, **options), tuple(made), by_series)
 
 
 def axes_of(*panels, **options):
@@ -66,12 +66,6 @@ def test_panels_share_their_axes():
     assert (first["first"], first["last"]) == (1, 9)
     assert 10 < first["left"] == second["left"] < 60 and first["left"] + 200 < first["right"] < WIDTH
     assert 10 < first["top"] < first["bottom"] - 100 and first["bottom"] < second["top"] < 200
-
-
-def test_threshold_is_drawn_where_it_is_in_view():
-    for limit, is_drawn in ((0.25, True), (5.0, False)):
-        texts = axes_of({"": [0.5, 1.0]}, limit=limit).texts
-        assert ("guard" in [text.get_text() for text in texts]) == is_drawn
 
 
 def test_svg_is_themed_and_refers_to_itself_only():

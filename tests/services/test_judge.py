@@ -159,7 +159,7 @@ THREE, LONG = http_client.BAD_REPLIES, gzip.compress(b" " * 2**23)
     ("replies", "kind", "message"),
     [
         ([choice(message={"content": "It is.\ncorrect"})] * THREE, RequestFailed, "line is 'correct'"),
-        ([choice(message={}, finish_reason="length")] * THREE, RequestFailed, "max_tokens=512"),
+        ([choice(message={})] * THREE, RequestFailed, "line is '', but must be"),
         ([choice()] * THREE, RequestFailed, "the reply is no chat completion"),
         ([(200, LONG, {"Content-Encoding": "gzip"})] * THREE, RequestFailed, "is longer than 4 MiB"),
         ([NO_VERDICT, (200, {"choices": []}), (400, b"filtered")], RequestFailed, "status 400: 'filtered'"),
@@ -167,7 +167,7 @@ THREE, LONG = http_client.BAD_REPLIES, gzip.compress(b" " * 2**23)
         ([(403, b"")], UserError, "JUDGE_TOKEN"),
         ([(404, b"")], UserError, "reward.judge.url"),
     ],
-    ids=["key", "cut", "shape", "long", "filtered", "401", "403", "404"],
+    ids=["key", "empty", "shape", "long", "filtered", "401", "403", "404"],
 )
 def test_reply_without_a_verdict_says_why(endpoint, replies, kind, message):
     """The same answer is asked about again afterwards."""

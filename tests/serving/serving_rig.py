@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tiny_policy import Letters
 
@@ -91,11 +91,11 @@ def served(token="", slots=2, queue=1, seconds=60.0) -> Iterator[Served]:
 
     sampler, shelf = Script(), Shelf()
     prompt = PromptConfig(template="short", chat="off")
-    limits = replace(RolloutConfig(), max_searches=2, max_prompt_length=100, max_turn_length=500)
+    limits = RolloutConfig(temperature=0.0, max_searches=2, max_prompt_length=100, max_turn_length=500)
     with (
         Rollouts(RolloutContext(sampler, shelf, Letters(), limits, prompt), 0) as rollouts,
         bind("127.0.0.1", 0) as listener,
     ):
-        service = Service(rollouts, MODEL, slots, queue, seconds, 0.0)
+        service = Service(rollouts, MODEL, slots, queue, seconds)
         with serving(service, listener, token):
             yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", sampler, shelf, service)

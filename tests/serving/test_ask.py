@@ -10,7 +10,6 @@ from tiny_policy import Letters
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, JudgeConfig, PromptConfig, RewardConfig, RolloutConfig
-from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.commands import ask
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.tags import QUERY_REFUSED
@@ -20,7 +19,8 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import find_policy
 
 ANSWER = "<think>so</think><answer>Ann</answer>"
-CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=RolloutConfig(max_searches=1))
+LIMITS = RolloutConfig(temperature=0.7, max_searches=1)
+CONFIG = Config(prompt=PromptConfig(template="short", chat="off"), rollout=LIMITS)
 FOUND = [Document("1", "Ann", "word " * 100), Document("2", "\x1b[2JBob\u202e", "b\x07")]
 
 
@@ -32,7 +32,7 @@ def talk(*texts, retriever=None, prompt=CONFIG.prompt):
     """The printed lines, the trajectory and the sampler, which writes the texts one after the other."""
     output, sampler = [], Script(texts)
     with rollouts_of(sampler, retriever or Shelf(FOUND), prompt) as rollouts:
-        trajectory = ask.answer(rollouts, "ask0", "who?", 0.7, output.append)
+        trajectory = ask.answer(rollouts, "ask0", "who?", output.append)
     return output, trajectory, sampler
 
 
@@ -69,10 +69,10 @@ def answer(monkeypatch):
     def answer(questions, *texts):
         sampler = Script(texts)
         rollouts = rollouts_of(sampler, Shelf(error=RequestFailed("retriever", "gone\x07")))
-        monkeypatch.setattr(asking, "build_model", MagicMock())
-        monkeypatch.setattr(asking, "open_rollouts", lambda *_: rollouts)
+        monkeypatch.setattr(ask, "build_model", MagicMock())
+        monkeypatch.setattr(ask, "open_rollouts", lambda *_: rollouts)
         output = []
-        ask.ask(CONFIG, MagicMock(), questions, 0.0, output.append)
+        ask.ask(CONFIG, MagicMock(), questions, output.append)
         assert "\udcff" not in "".join(prompt for prompt, _ in sampler.sampled)
         return output
 
@@ -94,9 +94,9 @@ def test_config_is_that_of_newest_start_of_run(tmp_path):
     for name in ("0.yaml", "2.yaml", "10.yaml", "notes.yaml"):
         (run / "configs" / name).write_text("run: {seed: 1}\n")
     for policy in (run, run / "checkpoints", run / "checkpoints/7", run / "snapshots/v3"):
-        assert asking.run_config(find_policy(policy)) == run / "configs/10.yaml"
+        assert ask.run_config(find_policy(policy)) == run / "configs/10.yaml"
     with pytest.raises(UserError, match="no config of a run beside it; name one with --config"):
-        asking.run_config(find_policy(tmp_path / "elsewhere/model"))
+        ask.run_config(find_policy(tmp_path / "elsewhere/model"))
 
 
 @pytest.fixture
@@ -153,8 +153,9 @@ def test_overrides_and_own_tokenizer_reach_the_policy(asked, tmp_path, own):
     status, _, read, source, questions = asked("who wrote a=b?", "run.seed=5", "--config", str(config))
     assert status == 0 and read.run.seed == 5 and questions == ["who wrote a=b?"]
     assert source == find_policy(tmp_path) and read.policy.tokenizer == ("" if own else "elsewhere")
-    *_, read, _, _ = asked("who?", "policy.tokenizer=mine", "--config", str(config))
-    assert read.policy.tokenizer == "mine"
+    assert read.rollout.temperature == 0
+    *_, read, _, _ = asked("who?", "policy.tokenizer=mine", "--config", str(config), "--temperature", "0.5")
+    assert read.policy.tokenizer == "mine" and read.rollout.temperature == 0.5
 
 
 def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):
@@ -179,6 +180,6 @@ def test_config_for_a_person(tmp_path):
     reward = RewardConfig(answer={"f1": 0.5, "judge": 0.5}, judge=judge)
     for patience, expected in ((900.0, 10), (2.0, 2)):
         config = replace(Config(), reward=reward, retriever=replace(Config().retriever, patience=patience))
-        alone = asking.for_people(config, str(tmp_path), 1)
+        alone = ask.for_people(config, str(tmp_path), 1)
         assert alone.run.dir == str(tmp_path) and alone.retriever.patience == expected
         assert alone.reward.judge.url == ""  # the judge of a run that has ended is gone

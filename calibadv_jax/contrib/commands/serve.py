@@ -11,8 +11,8 @@ import os
 import socket
 from pathlib import Path
 
-from calibadv_jax.contrib import asking
 from calibadv_jax.contrib.arguments import number
+from calibadv_jax.contrib.commands import ask
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
@@ -24,7 +24,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    asking.add_arguments(parser)
+    ask.add_policy_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     text = "port; 0: any free port (default: %(default)s)"
     parser.add_argument("--port", type=number(int, least=0, below=65536), default=8421, help=text)
@@ -49,14 +49,14 @@ def run(arguments: argparse.Namespace) -> None:
     token = read_token(arguments.token_file)
     if arguments.host not in LOOPBACK and not token:
         raise UserError(f"--host {arguments.host} is open to the network: protect it with --token-file FILE")
-    config, source = asking.read_policy(arguments, arguments.words)
+    config, source = ask.read_policy(arguments, arguments.words)
     console = Console()
     with bind(arguments.host, arguments.port) as listener, Stop():
         console.note(f"opening {source}, the sampler and the retriever")
-        with asking.open_policy(config, source, arguments.slots) as rollouts:
+        with ask.open_policy(config, source, arguments.slots) as rollouts:
             app = load_optional("serving.app")
             context = rollouts.context
-            warm_up = asking.answer(rollouts, "warm-up", "who?", context.watch, context.rollout)
+            warm_up = ask.run_question(rollouts, "warm-up", "who?", context.watch, context.rollout)
             if error := rollouts.run(warm_up).error:  # else the first client waits for compilers
                 raise EnvironmentFailure(error)
             service = app.Service(
@@ -65,7 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
                 slots=arguments.slots,
                 queue=arguments.queue,
                 seconds=arguments.time_limit,
-                temperature=arguments.temperature,
             )
             with app.serving(service, listener, token) as ended:
                 host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host

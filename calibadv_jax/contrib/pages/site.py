@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -58,40 +57,32 @@ _NAMES = {"127.0.0.1", "localhost", "::1"}  # a page elsewhere could make its ow
 
 
 class Site:
-    """The trajectory page of a run, which may go on: its kept steps from `first` to `last`, by address.
+    """The trajectory page of a run, which may go on: its kept steps, by address.
 
-    Raises UserError if the folder keeps no such steps, or the run's tokenizer is missing; in methods, which
+    Raises UserError if the folder keeps no steps, or the run's tokenizer is missing; in methods, which
     read the newest files, if one is damaged.
     """
 
-    def __init__(self, folder: Path, first: int = 0, last: float = math.inf):
-        self.folder, self.first, self.last = folder, first, last
+    def __init__(self, folder: Path):
+        self.folder = folder
         self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
         self._step = lru_cache(maxsize=None)(_read_step)
-        steps = list(kept_steps(folder))
-        if not steps and self._config().get("log", {}).get("rollouts", "none") == "none":
+        if kept_steps(folder):
+            self._pieces.text([])  # so that a missing tokenizer is named now
+        elif self._config().get("log", {}).get("rollouts", "none") == "none":
             advice = "give the folder of a run with log.rollouts"
             raise UserError(f"{folder}: no rollouts/step_N.parquet there; {advice}")
-        if steps and not self._paths():
-            kept = f"{folder} keeps steps {steps[0]} to {steps[-1]}"
-            raise UserError(f"--steps: {kept}, and none of the steps asked for")
-        if steps:
-            self._pieces.text([])  # so that a missing tokenizer is named now
 
     @cached_property
     def _pieces(self) -> Pieces:
         return Pieces(self.folder / self._metadata()["tokenizer"])
 
-    def _paths(self) -> dict[int, Path]:
-        steps = kept_steps(self.folder)
-        return {step: path for step, path in steps.items() if self.first <= step <= self.last}
-
     def _metadata(self) -> dict[str, str]:
-        return read_metadata(list(self._paths().values())[-1])
+        return read_metadata(list(kept_steps(self.folder).values())[-1])
 
     def _config(self) -> dict[str, Any]:
         """Return the config of the newest kept step; before the first step, of the newest start, if any."""
-        if self._paths():
+        if kept_steps(self.folder):
             config: dict[str, Any] = json.loads(self._metadata()["config"])
             return config
         start = newest_start(self.folder)
@@ -100,7 +91,7 @@ class Site:
     def _versions(self) -> dict[int, tuple[Path, int, int]]:
         """Return each step's file with its time and size, which tell one version of it from the next."""
         versions = {}
-        for step, path in self._paths().items():
+        for step, path in kept_steps(self.folder).items():
             with suppress(FileNotFoundError):  # removed meanwhile (log.rollouts_keep)
                 state = path.stat()
                 versions[step] = path, state.st_mtime_ns, state.st_size
@@ -118,9 +109,8 @@ class Site:
         """Return the content of an address such as "data/index.json"; None where there is nothing."""
         if address == INDEX:
             steps, config = self.steps(), self._config()
-            planned = min(int(config["learner"]["steps"]), self.last)
-            about = {"name": short_name(self.folder), "advantage": config["advantage"], "planned": planned}
-            return _json(about | {"steps": steps})
+            about = {"name": short_name(self.folder), "advantage": config["advantage"]}
+            return _json(about | {"planned": int(config["learner"]["steps"]), "steps": steps})
         if match := _GROUP.fullmatch(address):
             return self._group(int(match[1]), int(match[2]))
         is_static = address in {path.name for path in STATIC.iterdir()}

@@ -57,7 +57,7 @@ def draw(chart: Chart, order: Sequence[str]) -> Figure:
         column[0].set_xlim(steps.min() - margin, steps.max() + margin)
         column[0].set_title(chart.figure.unit, loc="left", **SMALL)
         column[-1].set_xlabel("step", loc="left", labelpad=0, **SMALL)
-        _set_limits(column, chart)
+        _set_limits(column[0], chart)
     return figure
 
 
@@ -98,19 +98,15 @@ def _draw_line(axes: Axes, curve: Curve, index: int, alpha: float) -> None:
         axes.plot(curve.steps, curve.mean, color=colour, linewidth=0.8, alpha=0.4)
 
 
-def _set_limits(column: Sequence[Axes], chart: Chart) -> None:
-    """Start at 0 where nothing is negative; draw the guard's threshold where it is in view."""
-    low, high = column[0].get_ylim()
+def _set_limits(axes: Axes, chart: Chart) -> None:
+    """Start at 0 where nothing is negative."""
+    low, high = axes.get_ylim()
     if chart.figure.from_zero and min(np.nanmin(curve.low) for curve in chart.curves) >= 0:
         low = 0.0
     if chart.figure.cuts_spikes:
         usual = np.nanpercentile(np.concatenate([curve.high for curve in chart.curves]), 95)
         high = min(high, 2 * float(usual))
-    column[0].set_ylim(low, high if high > low else low + 1)
-    if chart.limit is not None and low <= chart.limit <= high:
-        for axes in column:
-            axes.axhline(chart.limit, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
-            axes.text(0, chart.limit, "guard", va="bottom", transform=axes.get_yaxis_transform(), **SMALL)
+    axes.set_ylim(low, high if high > low else low + 1)
 
 
 def themed_svg(figure: Figure, key: str, label: str) -> str:
@@ -122,8 +118,6 @@ def themed_svg(figure: Figure, key: str, label: str) -> str:
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]  # without the head of an XML file
-    svg = re.sub(
-        r' id="[\w.]+_\d+"', "", svg
-    )  # of groups: nothing refers to them, and every drawing has them
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # of groups: nothing refers to them
     svg = re.sub(r"#[0-9a-f]{6}", lambda match: THEME.get(match[0], match[0]), svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)

@@ -46,7 +46,6 @@ class Figure:
     metrics: Mapping[str, str]  # metric -> name of its line; "*" stands for any text, which names the line
     from_zero: bool = True  # the axis starts at 0 where no value is negative
     cuts_spikes: bool = False  # the axis ends at twice the 95th percentile
-    limit: str = ""  # config key of the guard's threshold on it
 
 
 def _figure(key: str, options: dict[str, Any]) -> Figure:
@@ -89,10 +88,6 @@ class Curve:
     def has_band(self) -> bool:
         return bool(np.any(self.high > self.low))
 
-    @property
-    def is_empty(self) -> bool:
-        return not np.any(np.isfinite(self.mean))
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -104,7 +99,6 @@ class Panel:
 class Chart:
     figure: Figure
     panels: tuple[Panel, ...]
-    limit: float | None = None  # the guard's threshold, where all runs have the same one
     is_by_series: bool = True  # every curve is a series, and keeps its colour in all such charts
 
     @property
@@ -166,12 +160,10 @@ class Gathered:
             name = series.name if len(self.series) > 1 else ""
             for metric, label in lines.items():
                 curve = self._curve(metric, name if is_by_series else label, runs)
-                if not curve.is_empty:
+                if np.isfinite(curve.mean).any():
                     panels.setdefault(label if is_by_series else name, []).append(curve)
-        limits = {run.setting(figure.limit) for each in self.series for run in each.runs}
-        limit = limits.pop() if len(limits) == 1 else None
         drawn = tuple(Panel(title, tuple(curves)) for title, curves in panels.items())
-        return Chart(figure, drawn, limit, is_by_series) if drawn else None
+        return Chart(figure, drawn, is_by_series) if drawn else None
 
     def _lines(self, figure: Figure) -> dict[str, str]:
         lines: dict[str, str] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from calibadv_jax.config.kept import newest_start, rebase_paths, start_files
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json
 from calibadv_jax.evaluation.report import COUNTS
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
@@ -47,10 +47,6 @@ class Run:
     num_starts: int
     evaluations: list[EvaluationRow]
     rollouts: dict[int, Path]  # step -> file of its kept trajectories
-
-    @property
-    def steps(self) -> list[int]:
-        return list(self.rows)
 
     def values(self, metric: str) -> dict[int, float | None]:
         """Return step -> value, of the steps that logged the metric; None where it was not finite."""
@@ -86,24 +82,16 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:
-    """Read the evaluations of a run, `output` (evaluate.output) too; half-written files are left out."""
+    """Read the evaluations of a run, `output` (evaluate.output) too; UserError if one is damaged."""
     paths = sorted(folder.glob("evaluation*.json"), reverse=True)  # evaluation_before, then evaluation_after
     if output and Path(output).is_file():
         paths.append(Path(output))
     rows: list[EvaluationRow] = []
     for path in dict.fromkeys(path.resolve() for path in paths):
-        report = read_json(path) or {}
+        report = read_json(path)
         if "scores" in report:
             rows += _evaluation_rows(path.stem.replace("_", " "), report)
     return rows
-
-
-def read_json(path: Path) -> Any:
-    """Return the content; None where the file is missing or cut off: another program may be writing it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
 
 
 def _evaluation_rows(title: str, report: dict[str, Any]) -> list[EvaluationRow]:

@@ -31,7 +31,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from calibadv_jax.contrib import asking
+from calibadv_jax.contrib.commands import ask
 from calibadv_jax.contrib.pages.site import TYPES, guard_headers, is_this_machine
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
@@ -70,10 +70,6 @@ class ApiError(HTTPException):
 
     def response(self) -> Response:
         return JSONResponse(self.body, self.status_code, self.headers)
-
-
-def _internal(error: BaseException) -> ApiError:
-    return ApiError(500, f"{type(error).__name__} in the service; its log has the details")
 
 
 class TextPart(BaseModel):
@@ -184,7 +180,7 @@ class ChatReply:
     def _part(self, turn: Turn, is_observed: bool) -> dict[str, Any]:
         """Return the fields that show a sampled turn, or its observation."""
         if is_observed:
-            words = self._shown(asking.observed_words(turn))
+            words = self._shown(ask.observed_words(turn))
             documents = list(map(self._document, turn.documents))
             return {"refused": turn.is_refused, "words": words, "documents": documents}
         part = {"kind": turn.kind, "thought": self._shown(turn.think)}
@@ -240,17 +236,13 @@ def _usage(trajectory: Trajectory) -> dict[str, int]:
 
 @dataclass
 class Service:
-    """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait.
-
-    A question may take `seconds`, without its waiting; `temperature`: of a request without it.
-    """
+    """Answers questions with `rollouts`, `slots` at a time; at most `queue` further ones wait."""
 
     rollouts: Rollouts
     model: str
     slots: int
     queue: int
-    seconds: float
-    temperature: float
+    seconds: float  # for one question, without its waiting
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)  # that wait or run
     _free: asyncio.Semaphore = field(init=False)
     _begun: int = field(default=0, init=False)
@@ -286,18 +278,20 @@ class Service:
         default = self.rollouts.context.rollout
         rollout = replace(
             default,
-            temperature=self.temperature if request.temperature is None else request.temperature,
+            temperature=default.temperature if request.temperature is None else request.temperature,
             top_p=request.top_p or default.top_p,
             max_turn_length=min(request.max_tokens or default.max_turn_length, default.max_turn_length),
             time_limit=self.seconds,
         )
-
-        def watch(turn: Turn, is_observed: bool) -> None:
-            moments.put_nowait((turn, is_observed))
-
         async with self._free:
-            return await asking.answer(
-                self.rollouts, "serve", request.question, watch, rollout, request.seed, session
+            return await ask.run_question(
+                self.rollouts,
+                "serve",
+                request.question,
+                lambda turn, is_observed: moments.put_nowait((turn, is_observed)),
+                rollout,
+                request.seed,
+                session,
             )
 
     def _finished(self, task: asyncio.Task[Trajectory]) -> Trajectory:
@@ -310,7 +304,7 @@ class Service:
             raise ApiError(400, redact(str(error)))
         if error is not None:
             logging.getLogger("uvicorn.error").error("a question failed", exc_info=error)
-            raise _internal(error)
+            raise ApiError(500, f"{type(error).__name__} in the service; its log has the details")
         trajectory = task.result()
         if trajectory.error is None:
             return trajectory
@@ -328,43 +322,38 @@ def _event(value: Mapping[str, Any]) -> str:
 
 
 def guarded(app: ASGIApp, token: str) -> ASGIApp:
-    """Return the app behind `_check_access`."""
+    """Return the app behind `_refusal`."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        reply = app
-        try:
-            _check_access(scope["path"], Headers(scope=scope), token)
-        except ApiError as error:
-            reply = error.response()
-        await reply(scope, receive, send)
+        error = _refusal(scope["path"], Headers(scope=scope), token)
+        await (error.response() if error else app)(scope, receive, send)
 
     return guard
 
 
-def _check_access(path: str, headers: Headers, token: str) -> None:
-    """Raise ApiError for other hosts, other origins, and requests without the token.
+def _refusal(path: str, headers: Headers, token: str) -> ApiError | None:
+    """Return the error for other hosts, other origins, and requests without the token.
 
     Without a token, only names of this machine are taken as the host: another page may have made its own name
     point here. A page elsewhere may never ask: its origin differs from the host.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if not token and not is_this_machine(host):
-        raise ApiError(403, "without a token only this machine is served: open http://localhost")
+        return ApiError(403, "without a token only this machine is served: open http://localhost")
     if origin and origin.partition("://")[2] != host:
-        raise ApiError(403, "pages of other origins are not served")
+        return ApiError(403, "pages of other origins are not served")
     scheme, _, sent = headers.get("authorization", "").partition(" ")
     is_token = hmac.compare_digest(sent.strip().encode("latin-1"), token.encode())
     if token and path.startswith("/v1/") and not (is_token and scheme.lower() == "bearer"):
         message = "send the header Authorization: Bearer <the service's token>"
-        raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
+        return ApiError(401, message, {"WWW-Authenticate": "Bearer"})
+    return None
 
 
-async def _reply_to_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+async def _reply_to_error(request: Request, error: Any) -> Response:
+    if not isinstance(error, ApiError):  # of the router
         message = f"{request.method} {request.url.path}: {error.detail}; {ROUTES}"
         error = ApiError(error.status_code, message, error.headers)
-    elif not isinstance(error, ApiError):
-        error = _internal(error)
     return error.response()
 
 
@@ -428,7 +417,7 @@ def make_app(service: Service) -> Starlette:
             Route("/health", health),
             *(Route("/" + name.removeprefix("page.html"), show) for name in contents),
         ],
-        exception_handlers=dict.fromkeys((HTTPException, Exception), _reply_to_error),
+        exception_handlers={HTTPException: _reply_to_error},
     )
 
 
