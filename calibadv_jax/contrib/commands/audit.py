@@ -68,19 +68,16 @@ class Evidence:
     searches: np.ndarray  # SEARCH [number of searches]
 
 
+Sides = tuple[Evidence, Evidence]  # true, and of the control, with shuffled rewards
+
+
 @dataclass(frozen=True)
 class Column:
     """The run's own settings with some keys changed, and the evidence of each kept step under them."""
 
     name: str
     overrides: tuple[str, ...] = ()
-    true: dict[int, Evidence] = field(default_factory=dict)
-    control: dict[int, Evidence] = field(default_factory=dict)  # with shuffled rewards
-
-    @property
-    def sides(self) -> tuple[Evidence, Evidence]:
-        """The true and the control's evidence of all steps."""
-        return join(self.true.values()), join(self.control.values())
+    steps: dict[int, Sides] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,27 +97,25 @@ def run(arguments: argparse.Namespace) -> None:
     folders = [Path(text) for text in dict.fromkeys(arguments.inputs) if "=" not in text]
     if not folders:
         raise UserError(f"no run among {' '.join(overrides)}; give the run.dir of at least one run")
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise UserError(f"{arguments.output.parent}: no such folder; make it, or change --output")
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
     columns, rivals = make_columns(overrides, arguments.sweep), make_rivals(overrides, arguments.estimators)
     console = Console()
     say = console.say
     audited = {folder: audit(folder, columns + rivals, arguments.seed, console) for folder in folders}
-    by_run = {folder: measured[: len(columns)] for folder, measured in audited.items()}
     say(f"in brackets: the control, with the rewards of each step shuffled (seed {arguments.seed})")
-    if overrides and arguments.sweep:
-        say(f"the columns of --sweep: on top of {' '.join(overrides)}")
-    for folder, measured in by_run.items():
-        total = measure(join(measured[0].true.values()))
+    for folder, measured in audited.items():
+        total = measure(pool(measured[0])[0])
         numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
-        say(f"\n{folder}: {len(measured[0].true)} kept steps, {numbers}")
-        say(totals_table([measured]))
+        say(f"\n{folder}: {len(measured[0].steps)} kept steps, {numbers}")
+        say(totals_table([measured[: len(columns)]]))
         say(f"\n{folder} over training, settings: {' '.join(overrides) or 'of the run'}")
         say(windows_table(measured[1 if overrides else 0]))
         if rivals:
             say(f"\n{folder}: whom estimators praise and blame")
-            say(verdicts_table(audited[folder][len(columns) :]))
-    judged = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
+            say(verdicts_table(measured[len(columns) :]))
+    by_run = {str(folder): measured[: len(columns)] for folder, measured in audited.items()}
+    judged = [(name, [column]) for name, measured in by_run.items() for column in measured]
     if len(by_run) > 1:
         say(f"\nmean of {len(by_run)} runs [lowest, highest] (mean of the controls)")
         say(totals_table(list(by_run.values())))
@@ -148,16 +143,13 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Column
         swept += [f"{key}={value}" for value in values.split(",")]
     for override in (*overrides, *swept):
         if not override.startswith(SECTIONS):
-            advice = "changes no credit of a kept step; give keys of reward and advantage"
-            raise UserError(f"{override}: {advice}")
+            raise UserError(
+                f"{override}: changes no credit of a kept step; give keys of reward and advantage"
+            )
     columns = [Column("run")]
     if overrides:
-        columns.append(Column(" ".join(map(_short, overrides)), tuple(overrides)))
-    return columns + [Column(_short(change), (*overrides, change)) for change in swept]
-
-
-def _short(override: str) -> str:
-    return override.removeprefix("advantage.")
+        columns.append(Column(" ".join(overrides).replace("advantage.", ""), tuple(overrides)))
+    return columns + [Column(change.removeprefix("advantage."), (*overrides, change)) for change in swept]
 
 
 def make_rivals(overrides: Sequence[str], estimators: str | None) -> list[Column]:
@@ -179,7 +171,6 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
     measured = [Column(column.name, column.overrides) for column in columns]
     configs: dict[tuple[str, tuple[str, ...]], Config] = {}
     equal = total = num_groups = 0
-    console.note(f"{folder}: reading {len(paths)} kept steps, each under {len(columns)} settings")
     with console.bar(str(folder), len(paths), "steps") as show:
         for done, (step, path) in enumerate(paths.items(), 1):
             kept = read_step(path)
@@ -188,26 +179,21 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
                 key = kept.metadata["config"], column.overrides
                 if key not in configs:
                     configs[key] = kept_config(kept, path, column.overrides)
-                credits = credit_again(kept, configs[key])
-                column.true[step] = gather(credits)
-                column.control[step] = gather(credit_again(kept, configs[key], seed))
+                credits, control = credit_again(kept, configs[key]), credit_again(kept, configs[key], seed)
+                column.steps[step] = gather(credits), gather(control)
                 if column is measured[0]:
                     same, turns = equal_turns(kept.credits, credits)
                     equal, total = equal + same, total + turns
             show(done)
-    groups = join(measured[0].true.values()).groups
-    if not len(groups):
+    if not (known := len(pool(measured[0])[0].groups)):
         raise UserError(
             f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
             " generated world, or on data that names them"
         )
-    if missing := num_groups - len(groups):
+    if missing := num_groups - known:
         console.warn(
             f"{folder}: {missing} of {num_groups} groups name no supporting passages and are left out"
         )
-    if not groups["seen_hits"].any():
-        advice = "are supporting_ids ids of the corpus?"
-        console.warn(f"{folder}: no search ever showed a supporting passage; {advice}")
     if equal < total:
         differ = f"{total - equal} of {total} turns get another advantage than was kept"
         console.warn(f"{folder}: {differ}; calibadv replay shows more")
@@ -270,10 +256,16 @@ def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
     return rows
 
 
-def join(parts: Iterable[Evidence]) -> Evidence:
-    """Join the evidence of several steps, at least one."""
-    groups, searches = zip(*((part.groups, part.searches) for part in parts), strict=True)
-    return Evidence(np.concatenate(groups), np.concatenate(searches))
+def join(parts: Sequence[Evidence]) -> Evidence:
+    return Evidence(
+        np.concatenate([part.groups for part in parts]), np.concatenate([part.searches for part in parts])
+    )
+
+
+def pool(*columns: Column) -> Sides:
+    """Return the true and the control's evidence of all steps of the columns."""
+    true, control = zip(*(sides for column in columns for sides in column.steps.values()), strict=True)
+    return join(true), join(control)
 
 
 def measure(evidence: Evidence) -> dict[str, float]:
@@ -344,11 +336,11 @@ def _ratios(ratios: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def totals_table(runs: Sequence[Sequence[Column]]) -> str:
-    """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cell`."""
+    """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cells`."""
     columns = []
     for column in zip(*runs, strict=True):
-        true, control = zip(*(map(measure, run.sides) for run in column), strict=True)
-        columns.append([cell(name, true, control) for name in MEASURES])
+        true, control = zip(*(map(measure, pool(run)) for run in column), strict=True)
+        columns.append(cells(MEASURES, true, control))
     headers = ["measure", *(column.name for column in runs[0])]
     if len(columns) <= EXPLAINED:
         headers.append("what")
@@ -356,26 +348,13 @@ def totals_table(runs: Sequence[Sequence[Column]]) -> str:
     return table(list(zip(MEASURES, *columns, strict=True)), headers)
 
 
-def cell(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
-    """Return the cell of a measure; "-" where no run has a value."""
-    values = [run[name] for run in true if name in run]
-    chance = [run[name] for run in control if name in run]
-    shown = f"{np.mean(values):.3f}" if values else "-"
-    if values and len(true) > 1:
-        shown += f" [{min(values):.3f}, {max(values):.3f}]"
-    shuffled = f"{np.mean(chance):.3f}" if chance else "-"
-    return f"{shown} ({shuffled})"
-
-
 def windows_table(column: Column) -> str:
     """Return one row a window, of the steps 1 … WINDOW, WINDOW + 1 … 2 WINDOW, and so on."""
     rows = []
-    for _, members in groupby(column.true, lambda step: (step - 1) // WINDOW):
-        steps = list(members)
-        true = measure(join(column.true[step] for step in steps))
-        control = measure(join(column.control[step] for step in steps))
-        cells = (cell(name, [true], [control]) for name in OVER_TRAINING)
-        rows.append([f"{steps[0]}-{steps[-1]}", *cells])
+    for _, members in groupby(column.steps, lambda step: (step - 1) // WINDOW):
+        steps = {step: column.steps[step] for step in members}
+        true, control = map(measure, pool(Column("", steps=steps)))
+        rows.append([f"{min(steps)}-{max(steps)}", *cells(OVER_TRAINING, [true], [control])])
     return table(rows, ["steps", *(name.removeprefix("blame/") for name in OVER_TRAINING)])
 
 
@@ -383,9 +362,24 @@ def verdicts_table(rivals: Sequence[Column]) -> str:
     """Return one row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
     rows = []
     for rival in rivals:
-        true, control = map(verdicts, rival.sides, rivals[0].sides)
-        rows.append([rival.name, *(cell(name, [true], [control]) for name in VERDICTS)])
+        true, control = map(verdicts, pool(rival), pool(rivals[0]))
+        rows.append([rival.name, *cells(VERDICTS, [true], [control])])
     return table(rows, ["estimator", *VERDICTS])
+
+
+def cells(
+    names: Iterable[str], true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]
+) -> list[str]:
+    """Return ``mean [lowest, highest] (mean of the controls)`` of each measure; "-" where no run has it."""
+    texts = []
+    for name in names:
+        values = [run[name] for run in true if name in run]
+        chance = [run[name] for run in control if name in run]
+        shown = f"{np.mean(values):.3f}" if values else "-"
+        if values and len(true) > 1:
+            shown += f" [{min(values):.3f}, {max(values):.3f}]"
+        texts.append(f"{shown} ({np.mean(chance):.3f})" if chance else f"{shown} (-)")
+    return texts
 
 
 def verdict(runs: Sequence[Column]) -> str:
@@ -394,8 +388,7 @@ def verdict(runs: Sequence[Column]) -> str:
     The lead is the share of their blame that the calibration takes from truly good searches, less the share
     that it takes from useless ones.
     """
-    sides = [join(parts) for parts in zip(*(run.sides for run in runs), strict=True)]
-    sums = np.column_stack([side.groups[name] for side in sides for name in BLAME])  # float64 [groups, 8]
+    sums = np.column_stack([side.groups[name] for side in pool(*runs) for name in BLAME])  # float64 [N, 8]
     num_good, num_useless = (int((sums[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
         blamed = f"truly good searches are blamed in {num_good} groups and useless ones in {num_useless}"
@@ -420,9 +413,8 @@ def _leads(sums: np.ndarray) -> np.ndarray:
 
 def as_json(column: Column) -> dict[str, Any]:
     """Return everything under one of the settings: true and control, in total and by step."""
-    result: dict[str, Any] = {"name": column.name, "overrides": list(column.overrides)}
-    result["verdict"] = verdict([column])
-    for name, evidence in (("true", column.true), ("control", column.control)):
-        steps = [{"step": step} | measure(part) for step, part in evidence.items()]
-        result[name] = {"total": measure(join(evidence.values())), "steps": steps}
+    result = {"name": column.name, "overrides": list(column.overrides), "verdict": verdict([column])}
+    for index, side in enumerate(("true", "control")):
+        steps = [{"step": step} | measure(sides[index]) for step, sides in column.steps.items()]
+        result[side] = {"total": measure(pool(column)[index]), "steps": steps}
     return result
