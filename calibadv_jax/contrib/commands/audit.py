@@ -1,10 +1,7 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
 Rewards and advantages of kept trajectories are computed again, with the run's own and with other settings.
-The control permutes the rewards of a step: the level of chance. Where questions name their supporting
-passages, a search is truly good if it shows one that no earlier turn of its trajectory showed, else truly
-useless. Searches are the search turns before a trajectory's last sampled turn, CalibAdv's answer turn. Blame
-is negative advantage × sampled tokens.
+The control permutes the rewards of a step: the level of chance. docs/audit.md defines all terms.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from scipy.stats import rankdata
 from calibadv_jax.advantages.credit import GroupCredit, search_turns
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
-from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
+from calibadv_jax.contrib.commands.replay import kept_config, score_again
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -39,20 +36,14 @@ WINDOW = 10  # steps of a row of the table over training
 EXPLAINED = 2  # columns beside which there is room for the meaning of a measure
 
 BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
-_COUNTS = ("trajectories", "supporting", "silver", "silver_hits", "seen", "seen_hits")
 # Of a group: finished trajectories; supporting passages of its question; silver documents and the documents
 # seen, with the supporting ones of each; blame on truly good and on useless searches before any calibration,
 # with the part of it that the calibration took away.
-GROUP = np.dtype([(name, np.float64) for name in (*_COUNTS, *BLAME)])
+COUNTS = ("trajectories", "supporting", "silver", "silver_hits", "seen", "seen_hits")
+GROUP = np.dtype([(name, "f8") for name in (*COUNTS, *BLAME)])
+# Of a search: correctness is NaN where it is not judged; raw: the advantage before any calibration.
 SEARCH = np.dtype(
-    [
-        ("good", np.bool_),
-        ("judged", np.bool_),  # the group has silver documents, and the trajectory keeps to the format
-        ("correctness", np.float64),
-        ("raw", np.float64),  # advantage before any calibration
-        ("advantage", np.float64),
-        ("tokens", np.int64),  # sampled ones
-    ]
+    [("good", "?"), ("correctness", "f8"), ("raw", "f8"), ("advantage", "f8"), ("tokens", "i8")]
 )
 _NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MEASURES: dict[str, str] = _NAMES["measures"]
@@ -170,7 +161,7 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
     paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
     measured = [Column(column.name, column.overrides) for column in columns]
     configs: dict[tuple[str, tuple[str, ...]], Config] = {}
-    equal = total = num_groups = 0
+    num_groups = 0
     with console.bar(str(folder), len(paths), "steps") as show:
         for done, (step, path) in enumerate(paths.items(), 1):
             kept = read_step(path)
@@ -181,9 +172,6 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
                     configs[key] = kept_config(kept, path, column.overrides)
                 credits, control = credit_again(kept, configs[key]), credit_again(kept, configs[key], seed)
                 column.steps[step] = gather(credits), gather(control)
-                if column is measured[0]:
-                    same, turns = equal_turns(kept.credits, credits)
-                    equal, total = equal + same, total + turns
             show(done)
     if not (known := len(pool(measured[0])[0].groups)):
         raise UserError(
@@ -194,9 +182,6 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
         console.warn(
             f"{folder}: {missing} of {num_groups} groups name no supporting passages and are left out"
         )
-    if equal < total:
-        differ = f"{total - equal} of {total} turns get another advantage than was kept"
-        console.warn(f"{folder}: {differ}; calibadv replay shows more")
     return measured
 
 
@@ -244,15 +229,15 @@ def _group(credit: GroupCredit, searches: np.ndarray) -> tuple[float, ...]:
 def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
     rows: list[tuple[float, ...]] = []
     for position, trajectory in enumerate(credit.group.trajectories):
-        judged = bool(credit.silver) and trajectory.format_valid
+        is_judged = bool(credit.silver) and trajectory.format_valid
         searches, missing = search_turns(trajectory), set(trajectory.question.supporting_ids)
         for index, turn in enumerate(trajectory.turns):
             hits = missing & {document.id for document in turn.documents}
             missing -= hits
             if index in searches:
-                correctness = credit.correctness[position][index]
+                correctness = credit.correctness[position][index] if is_judged else np.nan
                 advantages = credit.before[position][index], credit.turns[position][index]
-                rows.append((bool(hits), judged, correctness, *advantages, len(turn.token_ids)))
+                rows.append((bool(hits), correctness, *advantages, len(turn.token_ids)))
     return rows
 
 
@@ -275,7 +260,8 @@ def measure(evidence: Evidence) -> dict[str, float]:
     has the larger correctness, ties counting half. Means, shares and ratios of nothing are omitted.
     """
     groups, searches = evidence.groups, evidence.searches
-    silver, judged = groups[groups["silver"] > 0], searches[searches["judged"]]
+    is_judged = ~np.isnan(searches["correctness"])
+    silver, judged = groups[groups["silver"] > 0], searches[is_judged]
     is_good, called = judged["good"], judged["correctness"] > 0
     num_good = int(is_good.sum())
     ranks = rankdata(judged["correctness"])[is_good]
@@ -293,7 +279,7 @@ def measure(evidence: Evidence) -> dict[str, float]:
             "silver/seen_precision": _mean(silver["seen_hits"] / silver["seen"]),
             "silver/seen_recall": _mean(silver["seen_hits"] / silver["supporting"]),
             "search/good_share": _mean(searches["good"]),
-            "search/judged_share": _mean(searches["judged"]),
+            "search/judged_share": _mean(is_judged),
             "search/judged_good_share": _mean(is_good),
             "search/precision": _mean(is_good[called]),
             "search/recall": _mean(called[is_good]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from pathlib import Path
 
@@ -38,7 +38,7 @@ Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" 
 
 def run(config: Config) -> None:
     console = Console(config.log.progress)
-    folder, corpus = Path(config.run.dir) / "coverage", config.retriever.corpus
+    folder = Path(config.run.dir) / "coverage"
     files = {"train": config.data.train, "eval": config.data.eval}
     files = {key: sources for key, sources in files.items() if sources}
     if not files:
@@ -51,10 +51,8 @@ def run(config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
             questions = load_questions(sources, config.data.columns)
-            named = {name for question in questions for name in question.supporting_ids}
-            passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
-                coverages = measure(config, url, questions, passages, show)
+                coverages = measure(config, url, questions, show)
             answerable = (coverage["answerable"] for coverage in coverages)
             write_questions(folder / f"{key}.jsonl", compress(questions, answerable))
             report[key] = summary(questions, coverages)
@@ -69,13 +67,12 @@ def run(config: Config) -> None:
 
 
 def measure(
-    config: Config,
-    url: str | Sequence[str],
-    questions: Sequence[Question],
-    passages: Mapping[str, Document],
-    show: Callable[[int], object],
+    config: Config, url: str | Sequence[str], questions: Sequence[Question], show: Callable[[int], object]
 ) -> list[QuestionCoverage]:
-    """Measure the coverage of each question; the titles of its supporting `passages` are queries too."""
+    """Measure the coverage of each question; with a corpus, the titles of its passages are queries too."""
+    corpus = config.retriever.corpus
+    named = {name for question in questions for name in question.supporting_ids}
+    passages = read_passages(corpus, named) if corpus and named else {}
 
     async def look(question: Question, search: SearchFunction) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
