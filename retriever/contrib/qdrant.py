@@ -30,12 +30,7 @@ TIMEOUT = 60  # seconds
 BATCH = 256  # points of one request
 ERRORS = (ApiException, ValueError, KeyError)  # of a server, and of the embedded mode
 INT8 = models.ScalarQuantizationConfig(type=models.ScalarType.INT8, always_ram=True)
-BINARY = models.BinaryQuantizationConfig(always_ram=True)
-QUANTIZATION = {
-    "": None,
-    "int8": models.ScalarQuantization(scalar=INT8),
-    "binary": models.BinaryQuantization(binary=BINARY),
-}
+QUANTIZATION = {"": None, "int8": models.ScalarQuantization(scalar=INT8)}
 
 
 class QdrantBackend(Backend):
@@ -177,8 +172,14 @@ class Collection:
         place, vector = f"{vectors.name}, point {points[0].id}", np.asarray(points[0].vector, np.float32)
         check_vector(place, vector, self._row(points[0]), encoder)
         self.manifest = {"kind": "qdrant", "documents": vectors.documents, "dimension": vectors.dimension}
-        self.manifest |= {"encoder": encoder.name, "model": encoder.model, "url": url}
-        self.manifest |= {"collection": collection, "search": options.qdrant_search}
+        self.manifest |= {
+            "encoder": encoder.name,
+            "model": encoder.model,
+            "url": url,
+            "collection": collection,
+        }
+        if options.qdrant_search:
+            self.manifest["search"] = options.qdrant_search
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """As `interfaces.Searcher`; raises RetrieverError for a row without text."""

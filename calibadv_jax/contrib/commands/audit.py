@@ -173,12 +173,13 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
                 credits, control = credit_again(kept, configs[key]), credit_again(kept, configs[key], seed)
                 column.steps[step] = gather(credits), gather(control)
             show(done)
-    if not (known := len(pool(measured[0])[0].groups)):
+    num_audited = len(pool(measured[0])[0].groups)
+    if not num_audited:
+        advice = "audit a run on a generated world, or on data that names them"
         raise UserError(
-            f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
-            " generated world, or on data that names them"
+            f"{folder}: none of its questions names supporting passages (supporting_ids); {advice}"
         )
-    if missing := num_groups - known:
+    if missing := num_groups - num_audited:
         console.warn(
             f"{folder}: {missing} of {num_groups} groups name no supporting passages and are left out"
         )

@@ -69,8 +69,7 @@ def run(config: Config) -> None:
     ]
     console.say(table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"]))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
-    outputs = {"policy": output, "cold start": config.sft.output, "report": report}
-    outputs |= {"metrics": report.with_name("metrics.jsonl"), "rollouts": report.with_name("rollouts")}
+    outputs = {"policy": output, "cold start": config.sft.output, "run": config.run.dir, "report": report}
     for label, path in outputs.items():
         console.say(f"{label:>10}  {path}")
     run_folder = shlex.quote(str(Path(config.run.dir).resolve()))
