@@ -172,12 +172,8 @@ class Collection:
         place, vector = f"{vectors.name}, point {points[0].id}", np.asarray(points[0].vector, np.float32)
         check_vector(place, vector, self._row(points[0]), encoder)
         self.manifest = {"kind": "qdrant", "documents": vectors.documents, "dimension": vectors.dimension}
-        self.manifest |= {
-            "encoder": encoder.name,
-            "model": encoder.model,
-            "url": url,
-            "collection": collection,
-        }
+        self.manifest |= {"encoder": encoder.name, "model": encoder.model}
+        self.manifest |= {"url": url, "collection": collection}
         if options.qdrant_search:
             self.manifest["search"] = options.qdrant_search
 

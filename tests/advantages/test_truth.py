@@ -50,8 +50,8 @@ def second(build):
     return about(build.group(*members, question_id="r", failed=[1]), "q1", "q2")
 
 
-def measured(*groups, config=CENTRED):
-    return measure(gather(compute_advantages(groups, config).credits))
+def measured(*groups):
+    return measure(gather(compute_advantages(groups, CENTRED).credits))
 
 
 def test_by_hand(first, second):

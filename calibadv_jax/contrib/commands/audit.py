@@ -175,14 +175,11 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
             show(done)
     num_audited = len(pool(measured[0])[0].groups)
     if not num_audited:
-        advice = "audit a run on a generated world, or on data that names them"
-        raise UserError(
-            f"{folder}: none of its questions names supporting passages (supporting_ids); {advice}"
-        )
+        problem = f"{folder}: none of its questions names supporting passages (supporting_ids)"
+        raise UserError(f"{problem}; audit a run on a generated world, or on data that names them")
     if missing := num_groups - num_audited:
-        console.warn(
-            f"{folder}: {missing} of {num_groups} groups name no supporting passages and are left out"
-        )
+        left_out = f"{missing} of {num_groups} groups name no supporting passages and are left out"
+        console.warn(f"{folder}: {left_out}")
     return measured
 
 

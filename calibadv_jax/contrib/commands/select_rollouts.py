@@ -62,13 +62,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[RecordRow]:
     if not (files := kept_steps(folder)):
-        advice = "give the folder of a run with log.rollouts=parquet"
-        raise UserError(f"{folder}: no rollouts/step_N.parquet; {advice}")
+        raise UserError(f"{folder}: no rollouts/step_N.parquet; give a run with log.rollouts=parquet")
     for path in files.values():
         reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
         if reward.shuffle:
-            permuted = "its scores were permuted among the trajectories of the step (reward.shuffle)"
-            raise UserError(f"{path}: {permuted}, and say nothing of them; give other runs")
+            raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
         head = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, reward.max_score if min_score is None else min_score) for row in head]
         good = [index for index, verdict in enumerate(verdicts) if verdict == "good"]

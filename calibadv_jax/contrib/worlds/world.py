@@ -145,9 +145,7 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
     addresses = [" ".join(words) for words in product(*ADDRESSES)]
     if len(passages) > len(addresses):
         problem = f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages"
-        raise UserError(
-            f"{problem}; lower world.people, cities, companies or works, or set world.pages=false"
-        )
+        raise UserError(f"{problem}; lower world.people, cities, companies or works, or unset world.pages")
     pages = {}
     for passage, index in zip(passages, rng.permutation(len(addresses)), strict=False):
         address = addresses[index]
