@@ -134,9 +134,8 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Column
         swept += [f"{key}={value}" for value in values.split(",")]
     for override in (*overrides, *swept):
         if not override.startswith(SECTIONS):
-            raise UserError(
-                f"{override}: changes no credit of a kept step; give keys of reward and advantage"
-            )
+            advice = "changes no credit of a kept step; give keys of reward and advantage"
+            raise UserError(f"{override}: {advice}")
     columns = [Column("run")]
     if overrides:
         columns.append(Column(" ".join(overrides).replace("advantage.", ""), tuple(overrides)))
