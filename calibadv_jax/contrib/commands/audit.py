@@ -396,7 +396,8 @@ def _leads(sums: np.ndarray) -> np.ndarray:
 
 def as_json(column: Column) -> dict[str, Any]:
     """Return everything under one of the settings: true and control, in total and by step."""
-    result = {"name": column.name, "overrides": list(column.overrides), "verdict": verdict([column])}
+    result: dict[str, Any] = {"name": column.name, "overrides": list(column.overrides)}
+    result["verdict"] = verdict([column])
     for index, side in enumerate(("true", "control")):
         steps = [{"step": step} | measure(sides[index]) for step, sides in column.steps.items()]
         result[side] = {"total": measure(pool(column)[index]), "steps": steps}

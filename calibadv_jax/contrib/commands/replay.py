@@ -150,8 +150,9 @@ def comparison_rows(columns: Mapping[str, Mapping[str, float]]) -> list[list[str
     for name in sorted({name for column in columns.values() for name in column if name.startswith(SHOWN)}):
         values = [column.get(name) for column in columns.values()]
         before, after = values[0], values[-1]
-        is_compared = before is not None and after is not None
-        differs = is_compared and not np.isclose(after, before, ROUNDING, ROUNDING, equal_nan=True)
+        differs = False
+        if before is not None and after is not None:
+            differs = not np.isclose(after, before, ROUNDING, ROUNDING, equal_nan=True)
         cells = ["-" if value is None else number(value) for value in values]
         rows.append([name, *cells, "≠" if differs else ""])
     return rows
