@@ -98,9 +98,7 @@ KINDS: dict[str, Kind] = {
             "qdrant_url": Option("address of the Qdrant server (default: embedded in the index's folder)"),
             "qdrant_collection": Option("name of the collection to make", "passages"),
             "qdrant_on_disk": Option("leave the full vectors on disk", False),
-            "qdrant_quantization": Option(
-                "codes in memory: int8 or binary (default: none)", choices=("", "int8", "binary")
-            ),
+            "qdrant_quantization": Option("codes in memory: int8 (default: none)", choices=("", "int8")),
         },
         serve_options={
             "qdrant_search": Option("search parameters: hnsw_ef=128,oversampling=2; or exact=true"),

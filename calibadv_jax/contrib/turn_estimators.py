@@ -13,8 +13,6 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Trajectory
 
-_READERS = {"current": "igpo and a2tgpo", "initial": "tips"}  # of the log-probabilities under this policy
-
 
 def igpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
     """Standardise the gains of all turns and the scores of a group together; sum over later turns."""
@@ -54,7 +52,6 @@ def _golden_logprobs(trajectory: Trajectory, policy: str) -> np.ndarray:
     if None in logprobs:
         raise UserError(
             f"question {trajectory.question.id!r}: the golden answer's log-probabilities under the {policy}"
-            f" policy were not kept, and {_READERS[policy]} cannot do without: train with"
-            f" advantage.probes='[{policy}]', or choose another advantage.name"
+            f" policy were not kept: train with advantage.probes='[{policy}]', or change advantage.name"
         )
     return np.array(logprobs, np.float64)

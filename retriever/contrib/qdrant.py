@@ -30,12 +30,7 @@ TIMEOUT = 60  # seconds
 BATCH = 256  # points of one request
 ERRORS = (ApiException, ValueError, KeyError)  # of a server, and of the embedded mode
 INT8 = models.ScalarQuantizationConfig(type=models.ScalarType.INT8, always_ram=True)
-BINARY = models.BinaryQuantizationConfig(always_ram=True)
-QUANTIZATION = {
-    "": None,
-    "int8": models.ScalarQuantization(scalar=INT8),
-    "binary": models.BinaryQuantization(binary=BINARY),
-}
+QUANTIZATION = {"": None, "int8": models.ScalarQuantization(scalar=INT8)}
 
 
 class QdrantBackend(Backend):

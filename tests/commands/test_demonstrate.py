@@ -331,12 +331,10 @@ def test_shares_by_data_source(covered, capsys):
 
 
 def test_more_documents_or_queries_cover_more(covered):
-    """Without a corpus the question is the only query; reranked documents count."""
+    """Without a corpus the question is the only query."""
     assert cover(changed(covered, retriever={"topk": 3}))["train"]["two"]["all_passages"] == 1.0
     blind = cover(changed(covered, retriever={"corpus": ""}))["train"]["two"]
     assert (blind["passage"], blind["all_by_any"]) == (1.0, 0.0)
-    reranked = {"url": "http://h", "rerank_topk": 7, "retrieval_topk": 9}
-    assert coverage.depth(changed(covered, retriever=reranked)) == 7
 
 
 def test_first_query_counts_among_any_query(covered):

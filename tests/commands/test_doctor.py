@@ -166,16 +166,20 @@ def test_mcp_program_that_ends_is_named(config, capsys, monkeypatch):
     assert "can't open file '/nowhere/server.py'" in line
 
 
-def test_retriever_without_health_or_results_is_described(config, monkeypatch):
-    monkeypatch.setattr(doctor, "coverage_lines", lambda *_: [])
+@pytest.mark.timeout(20)
+def test_retriever_without_health_or_results_is_described(config):
     with replying({"/retrieve": (200, {"result": [[]]})}) as url:
         lines = doctor.check_retriever(with_retriever(config, url))
     assert lines[0] == f"{url}: answers, but has no /health that names its corpus and index"
     (question, *_) = load_questions(config.data.eval)
     assert f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?" in lines
-    silent = working_retriever() | {"/retrieve": (404, {})}
-    with replying(silent) as url, pytest.raises(UserError, match="set retriever.url to a retrieval service"):
-        doctor.check_retriever(with_retriever(config, url))
+    for status, message in (
+        (404, "set retriever.url to a retrieval service"),
+        (503, "no answer .status 503"),
+    ):
+        silent = working_retriever() | {"/retrieve": (status, {})}
+        with replying(silent) as url, pytest.raises(UserError, match=message):
+            doctor.check_retriever(changed(with_retriever(config, url), retriever={"patience": 600.0}))
     own = replace(config, tools=[ToolConfig("examples.own_tool:Calculator")])
     assert doctor.check_retriever(own) == ["none: no action of tools asks it"]
 
@@ -195,19 +199,6 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     assert last.startswith("every offline check passed; warnings: ")
     lines, last = findings(capsys, changed(config, policy={"init": {}}), offline=True)
     assert lines[-1].startswith("skip policy: memory") and last.endswith("warnings: 0, not checked: 1")
-
-
-@pytest.mark.timeout(20)
-def test_retriever_lost_after_first_answer_fails_at_once(config):
-    """All of the doctor's questions are asked without patience: those of the coverage too."""
-
-    class Once(dict):
-        def get(self, path, default):
-            return self.pop(path, (503, {})) if path == "/retrieve" else self[path]
-
-    routes = Once(working_retriever())
-    with replying(routes) as url, pytest.raises(UserError, match=r"no answer \(status"):
-        doctor.check_retriever(changed(with_retriever(config, url), retriever={"patience": 600.0}))
 
 
 class Judging(Handler):

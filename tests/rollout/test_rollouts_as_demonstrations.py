@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 
@@ -88,8 +89,8 @@ def test_good_ones_become_demonstrations(tmp_path, select):
     assert [turn.text for turn in each.turns] == [turn["text"] for turn in rows[0]["turns"]]
     assert each.turns[0].documents == (Document("d1", "Title", "Text."),)
     counts = dict(line.rsplit(maxsplit=1) for line in out.splitlines()[2:])
-    assert counts.pop("all") == "4" and {*counts.values()} == {"1"}
-    assert {*counts} == {"score too low", "format invalid", "failed", "written", "questions"}
+    assert (counts.pop("all"), counts.pop("repeated or beyond --per-question")) == ("4", "0")
+    assert counts == dict.fromkeys(("score too low", "format invalid", "failed", "written", "questions"), "1")
 
 
 def test_best_shortest_earliest_trajectory_is_chosen(tmp_path, select):
@@ -100,11 +101,11 @@ def test_best_shortest_earliest_trajectory_is_chosen(tmp_path, select):
     write(tmp_path / "a", 10, rows)
     write(tmp_path / "b", 1, [trajectory("q", "other run"), trajectory("q", "Ann", data_source="hotpotqa")])
     order = ["short", "late", "other run", "long", "worse"]
-    for count in (1, 3, 9):
+    for count, left_out in ((1, 5), (3, 3), (9, 1)):
         options = ["--min-score", "0.8", "--per-question", count]
         _, out, _, answers = select(tmp_path / "a", tmp_path / "b", *options)
         assert answers == ["Ann", *order[:count]]
-        assert next(line.split()[1] for line in out.splitlines() if line.startswith("duplicate")) == "1"
+        assert re.search(rf"repeated or beyond --per-question +{left_out}\n", out)
 
 
 def test_lowest_score_defaults_to_the_largest_reward(tmp_path, select):

@@ -1,10 +1,7 @@
 """The credit of a run against the truth: ``calibadv audit RUN [RUN …] [key.path=value …]``.
 
 Rewards and advantages of kept trajectories are computed again, with the run's own and with other settings.
-The control permutes the rewards of a step: the level of chance. Where questions name their supporting
-passages, a search is truly good if it shows one that no earlier turn of its trajectory showed, else truly
-useless. Searches are the search turns before a trajectory's last sampled turn, CalibAdv's answer turn. Blame
-is negative advantage × sampled tokens.
+The control permutes the rewards of a step: the level of chance. docs/audit.md defines all terms.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from scipy.stats import rankdata
 from calibadv_jax.advantages.credit import GroupCredit, search_turns
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
-from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
+from calibadv_jax.contrib.commands.replay import kept_config, score_again
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -39,20 +36,14 @@ WINDOW = 10  # steps of a row of the table over training
 EXPLAINED = 2  # columns beside which there is room for the meaning of a measure
 
 BLAME = ("good_blame", "good_spared", "useless_blame", "useless_spared")
-_COUNTS = ("trajectories", "supporting", "silver", "silver_hits", "seen", "seen_hits")
 # Of a group: finished trajectories; supporting passages of its question; silver documents and the documents
 # seen, with the supporting ones of each; blame on truly good and on useless searches before any calibration,
 # with the part of it that the calibration took away.
-GROUP = np.dtype([(name, np.float64) for name in (*_COUNTS, *BLAME)])
+COUNTS = ("trajectories", "supporting", "silver", "silver_hits", "seen", "seen_hits")
+GROUP = np.dtype([(name, "f8") for name in (*COUNTS, *BLAME)])
+# Of a search: correctness is NaN where it is not judged; raw: the advantage before any calibration.
 SEARCH = np.dtype(
-    [
-        ("good", np.bool_),
-        ("judged", np.bool_),  # the group has silver documents, and the trajectory keeps to the format
-        ("correctness", np.float64),
-        ("raw", np.float64),  # advantage before any calibration
-        ("advantage", np.float64),
-        ("tokens", np.int64),  # sampled ones
-    ]
+    [("good", "?"), ("correctness", "f8"), ("raw", "f8"), ("advantage", "f8"), ("tokens", "i8")]
 )
 _NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 MEASURES: dict[str, str] = _NAMES["measures"]
@@ -68,19 +59,16 @@ class Evidence:
     searches: np.ndarray  # SEARCH [number of searches]
 
 
+Sides = tuple[Evidence, Evidence]  # true, and of the control, with shuffled rewards
+
+
 @dataclass(frozen=True)
 class Column:
     """The run's own settings with some keys changed, and the evidence of each kept step under them."""
 
     name: str
     overrides: tuple[str, ...] = ()
-    true: dict[int, Evidence] = field(default_factory=dict)
-    control: dict[int, Evidence] = field(default_factory=dict)  # with shuffled rewards
-
-    @property
-    def sides(self) -> tuple[Evidence, Evidence]:
-        """The true and the control's evidence of all steps."""
-        return join(self.true.values()), join(self.control.values())
+    steps: dict[int, Sides] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,27 +88,25 @@ def run(arguments: argparse.Namespace) -> None:
     folders = [Path(text) for text in dict.fromkeys(arguments.inputs) if "=" not in text]
     if not folders:
         raise UserError(f"no run among {' '.join(overrides)}; give the run.dir of at least one run")
-    if arguments.output is not None and not arguments.output.parent.is_dir():
-        raise UserError(f"{arguments.output.parent}: no such folder; make it, or change --output")
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
     columns, rivals = make_columns(overrides, arguments.sweep), make_rivals(overrides, arguments.estimators)
     console = Console()
     say = console.say
     audited = {folder: audit(folder, columns + rivals, arguments.seed, console) for folder in folders}
-    by_run = {folder: measured[: len(columns)] for folder, measured in audited.items()}
     say(f"in brackets: the control, with the rewards of each step shuffled (seed {arguments.seed})")
-    if overrides and arguments.sweep:
-        say(f"the columns of --sweep: on top of {' '.join(overrides)}")
-    for folder, measured in by_run.items():
-        total = measure(join(measured[0].true.values()))
+    for folder, measured in audited.items():
+        total = measure(pool(measured[0])[0])
         numbers = ", ".join(f"{total[name]:.0f} {name}" for name in ("groups", "trajectories", "searches"))
-        say(f"\n{folder}: {len(measured[0].true)} kept steps, {numbers}")
-        say(totals_table([measured]))
+        say(f"\n{folder}: {len(measured[0].steps)} kept steps, {numbers}")
+        say(totals_table([measured[: len(columns)]]))
         say(f"\n{folder} over training, settings: {' '.join(overrides) or 'of the run'}")
         say(windows_table(measured[1 if overrides else 0]))
         if rivals:
             say(f"\n{folder}: whom estimators praise and blame")
-            say(verdicts_table(audited[folder][len(columns) :]))
-    judged = [(str(folder), [column]) for folder, measured in by_run.items() for column in measured]
+            say(verdicts_table(measured[len(columns) :]))
+    by_run = {str(folder): measured[: len(columns)] for folder, measured in audited.items()}
+    judged = [(name, [column]) for name, measured in by_run.items() for column in measured]
     if len(by_run) > 1:
         say(f"\nmean of {len(by_run)} runs [lowest, highest] (mean of the controls)")
         say(totals_table(list(by_run.values())))
@@ -152,12 +138,8 @@ def make_columns(overrides: Sequence[str], sweeps: Sequence[str]) -> list[Column
             raise UserError(f"{override}: {advice}")
     columns = [Column("run")]
     if overrides:
-        columns.append(Column(" ".join(map(_short, overrides)), tuple(overrides)))
-    return columns + [Column(_short(change), (*overrides, change)) for change in swept]
-
-
-def _short(override: str) -> str:
-    return override.removeprefix("advantage.")
+        columns.append(Column(" ".join(overrides).replace("advantage.", ""), tuple(overrides)))
+    return columns + [Column(change.removeprefix("advantage."), (*overrides, change)) for change in swept]
 
 
 def make_rivals(overrides: Sequence[str], estimators: str | None) -> list[Column]:
@@ -178,8 +160,7 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
     paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
     measured = [Column(column.name, column.overrides) for column in columns]
     configs: dict[tuple[str, tuple[str, ...]], Config] = {}
-    equal = total = num_groups = 0
-    console.note(f"{folder}: reading {len(paths)} kept steps, each under {len(columns)} settings")
+    num_groups = 0
     with console.bar(str(folder), len(paths), "steps") as show:
         for done, (step, path) in enumerate(paths.items(), 1):
             kept = read_step(path)
@@ -188,29 +169,16 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
                 key = kept.metadata["config"], column.overrides
                 if key not in configs:
                     configs[key] = kept_config(kept, path, column.overrides)
-                credits = credit_again(kept, configs[key])
-                column.true[step] = gather(credits)
-                column.control[step] = gather(credit_again(kept, configs[key], seed))
-                if column is measured[0]:
-                    same, turns = equal_turns(kept.credits, credits)
-                    equal, total = equal + same, total + turns
+                credits, control = credit_again(kept, configs[key]), credit_again(kept, configs[key], seed)
+                column.steps[step] = gather(credits), gather(control)
             show(done)
-    groups = join(measured[0].true.values()).groups
-    if not len(groups):
-        raise UserError(
-            f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
-            " generated world, or on data that names them"
-        )
-    if missing := num_groups - len(groups):
-        console.warn(
-            f"{folder}: {missing} of {num_groups} groups name no supporting passages and are left out"
-        )
-    if not groups["seen_hits"].any():
-        advice = "are supporting_ids ids of the corpus?"
-        console.warn(f"{folder}: no search ever showed a supporting passage; {advice}")
-    if equal < total:
-        differ = f"{total - equal} of {total} turns get another advantage than was kept"
-        console.warn(f"{folder}: {differ}; calibadv replay shows more")
+    num_audited = len(pool(measured[0])[0].groups)
+    if not num_audited:
+        problem = f"{folder}: none of its questions names supporting passages (supporting_ids)"
+        raise UserError(f"{problem}; audit a run on a generated world, or on data that names them")
+    if missing := num_groups - num_audited:
+        left_out = f"{missing} of {num_groups} groups name no supporting passages and are left out"
+        console.warn(f"{folder}: {left_out}")
     return measured
 
 
@@ -258,22 +226,28 @@ def _group(credit: GroupCredit, searches: np.ndarray) -> tuple[float, ...]:
 def _searches(credit: GroupCredit) -> list[tuple[float, ...]]:
     rows: list[tuple[float, ...]] = []
     for position, trajectory in enumerate(credit.group.trajectories):
-        judged = bool(credit.silver) and trajectory.format_valid
+        is_judged = bool(credit.silver) and trajectory.format_valid
         searches, missing = search_turns(trajectory), set(trajectory.question.supporting_ids)
         for index, turn in enumerate(trajectory.turns):
             hits = missing & {document.id for document in turn.documents}
             missing -= hits
             if index in searches:
-                correctness = credit.correctness[position][index]
+                correctness = credit.correctness[position][index] if is_judged else np.nan
                 advantages = credit.before[position][index], credit.turns[position][index]
-                rows.append((bool(hits), judged, correctness, *advantages, len(turn.token_ids)))
+                rows.append((bool(hits), correctness, *advantages, len(turn.token_ids)))
     return rows
 
 
-def join(parts: Iterable[Evidence]) -> Evidence:
-    """Join the evidence of several steps, at least one."""
-    groups, searches = zip(*((part.groups, part.searches) for part in parts), strict=True)
-    return Evidence(np.concatenate(groups), np.concatenate(searches))
+def join(parts: Sequence[Evidence]) -> Evidence:
+    return Evidence(
+        np.concatenate([part.groups for part in parts]), np.concatenate([part.searches for part in parts])
+    )
+
+
+def pool(*columns: Column) -> Sides:
+    """Return the true and the control's evidence of all steps of the columns."""
+    true, control = zip(*(sides for column in columns for sides in column.steps.values()), strict=True)
+    return join(true), join(control)
 
 
 def measure(evidence: Evidence) -> dict[str, float]:
@@ -283,7 +257,8 @@ def measure(evidence: Evidence) -> dict[str, float]:
     has the larger correctness, ties counting half. Means, shares and ratios of nothing are omitted.
     """
     groups, searches = evidence.groups, evidence.searches
-    silver, judged = groups[groups["silver"] > 0], searches[searches["judged"]]
+    is_judged = ~np.isnan(searches["correctness"])
+    silver, judged = groups[groups["silver"] > 0], searches[is_judged]
     is_good, called = judged["good"], judged["correctness"] > 0
     num_good = int(is_good.sum())
     ranks = rankdata(judged["correctness"])[is_good]
@@ -301,7 +276,7 @@ def measure(evidence: Evidence) -> dict[str, float]:
             "silver/seen_precision": _mean(silver["seen_hits"] / silver["seen"]),
             "silver/seen_recall": _mean(silver["seen_hits"] / silver["supporting"]),
             "search/good_share": _mean(searches["good"]),
-            "search/judged_share": _mean(searches["judged"]),
+            "search/judged_share": _mean(is_judged),
             "search/judged_good_share": _mean(is_good),
             "search/precision": _mean(is_good[called]),
             "search/recall": _mean(called[is_good]),
@@ -344,11 +319,11 @@ def _ratios(ratios: Mapping[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def totals_table(runs: Sequence[Sequence[Column]]) -> str:
-    """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cell`."""
+    """Return one row a measure, one column a setting: ``value (control)``; of several runs see `cells`."""
     columns = []
     for column in zip(*runs, strict=True):
-        true, control = zip(*(map(measure, run.sides) for run in column), strict=True)
-        columns.append([cell(name, true, control) for name in MEASURES])
+        true, control = zip(*(map(measure, pool(run)) for run in column), strict=True)
+        columns.append(cells(MEASURES, true, control))
     headers = ["measure", *(column.name for column in runs[0])]
     if len(columns) <= EXPLAINED:
         headers.append("what")
@@ -356,26 +331,13 @@ def totals_table(runs: Sequence[Sequence[Column]]) -> str:
     return table(list(zip(MEASURES, *columns, strict=True)), headers)
 
 
-def cell(name: str, true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]) -> str:
-    """Return the cell of a measure; "-" where no run has a value."""
-    values = [run[name] for run in true if name in run]
-    chance = [run[name] for run in control if name in run]
-    shown = f"{np.mean(values):.3f}" if values else "-"
-    if values and len(true) > 1:
-        shown += f" [{min(values):.3f}, {max(values):.3f}]"
-    shuffled = f"{np.mean(chance):.3f}" if chance else "-"
-    return f"{shown} ({shuffled})"
-
-
 def windows_table(column: Column) -> str:
     """Return one row a window, of the steps 1 … WINDOW, WINDOW + 1 … 2 WINDOW, and so on."""
     rows = []
-    for _, members in groupby(column.true, lambda step: (step - 1) // WINDOW):
-        steps = list(members)
-        true = measure(join(column.true[step] for step in steps))
-        control = measure(join(column.control[step] for step in steps))
-        cells = (cell(name, [true], [control]) for name in OVER_TRAINING)
-        rows.append([f"{steps[0]}-{steps[-1]}", *cells])
+    for _, members in groupby(column.steps, lambda step: (step - 1) // WINDOW):
+        steps = {step: column.steps[step] for step in members}
+        true, control = map(measure, pool(Column("", steps=steps)))
+        rows.append([f"{min(steps)}-{max(steps)}", *cells(OVER_TRAINING, [true], [control])])
     return table(rows, ["steps", *(name.removeprefix("blame/") for name in OVER_TRAINING)])
 
 
@@ -383,9 +345,24 @@ def verdicts_table(rivals: Sequence[Column]) -> str:
     """Return one row an estimator, one column a verdict: ``value (control)``; CalibAdv is the first one."""
     rows = []
     for rival in rivals:
-        true, control = map(verdicts, rival.sides, rivals[0].sides)
-        rows.append([rival.name, *(cell(name, [true], [control]) for name in VERDICTS)])
+        true, control = map(verdicts, pool(rival), pool(rivals[0]))
+        rows.append([rival.name, *cells(VERDICTS, [true], [control])])
     return table(rows, ["estimator", *VERDICTS])
+
+
+def cells(
+    names: Iterable[str], true: Sequence[Mapping[str, float]], control: Sequence[Mapping[str, float]]
+) -> list[str]:
+    """Return ``mean [lowest, highest] (mean of the controls)`` of each measure; "-" where no run has it."""
+    texts = []
+    for name in names:
+        values = [run[name] for run in true if name in run]
+        chance = [run[name] for run in control if name in run]
+        shown = f"{np.mean(values):.3f}" if values else "-"
+        if values and len(true) > 1:
+            shown += f" [{min(values):.3f}, {max(values):.3f}]"
+        texts.append(f"{shown} ({np.mean(chance):.3f})" if chance else f"{shown} (-)")
+    return texts
 
 
 def verdict(runs: Sequence[Column]) -> str:
@@ -394,8 +371,7 @@ def verdict(runs: Sequence[Column]) -> str:
     The lead is the share of their blame that the calibration takes from truly good searches, less the share
     that it takes from useless ones.
     """
-    sides = [join(parts) for parts in zip(*(run.sides for run in runs), strict=True)]
-    sums = np.column_stack([side.groups[name] for side in sides for name in BLAME])  # float64 [groups, 8]
+    sums = np.column_stack([side.groups[name] for side in pool(*runs) for name in BLAME])  # float64 [N, 8]
     num_good, num_useless = (int((sums[:, column] > 0).sum()) for column in (0, 2))
     if min(num_good, num_useless) < FEW:
         blamed = f"truly good searches are blamed in {num_good} groups and useless ones in {num_useless}"
@@ -422,7 +398,7 @@ def as_json(column: Column) -> dict[str, Any]:
     """Return everything under one of the settings: true and control, in total and by step."""
     result: dict[str, Any] = {"name": column.name, "overrides": list(column.overrides)}
     result["verdict"] = verdict([column])
-    for name, evidence in (("true", column.true), ("control", column.control)):
-        steps = [{"step": step} | measure(part) for step, part in evidence.items()]
-        result[name] = {"total": measure(join(evidence.values())), "steps": steps}
+    for index, side in enumerate(("true", "control")):
+        steps = [{"step": step} | measure(sides[index]) for step, sides in column.steps.items()]
+        result[side] = {"total": measure(pool(column)[index]), "steps": steps}
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.questions import load_questions, select_evenly, write_questions
+from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.services.retriever_client import open_retriever
 
-ALL, SAMPLE = "all", 200
 # Measure -> its header. The query is the question; any query: it, a title of a supporting passage, or both.
 MEASURES = {
     "answer": "answer",
@@ -33,16 +32,16 @@ MEASURES = {
     "all_by_any": "all passages, any query",
     "answerable": "answerable",
 }
-SAMPLED = ("answer", "passage", "all_passages")  # of the doctor
 QuestionCoverage = dict[str, bool | None]  # measure -> whether it holds; None: it does not apply
 Shares = dict[str, dict[str, float | int | None]]  # data source -> "questions" and MEASURES
 
 
 def run(config: Config) -> None:
     console = Console(config.log.progress)
-    folder, corpus = Path(config.run.dir) / "coverage", config.retriever.corpus
+    folder = Path(config.run.dir) / "coverage"
     files = {"train": config.data.train, "eval": config.data.eval}
-    if not any(files.values()):
+    files = {key: sources for key, sources in files.items() if sources}
+    if not files:
         raise UserError("no question file: set data.train, data.eval or both")
     report = {}
     with (
@@ -51,17 +50,13 @@ def run(config: Config) -> None:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         for key, sources in files.items():
-            if not sources:
-                continue
             questions = load_questions(sources, config.data.columns)
-            named = {name for question in questions for name in question.supporting_ids}
-            passages = read_passages(corpus, named) if corpus and named else {}
             with console.bar(f"data.{key}", len(questions), "questions") as show:
-                coverages = measure(config, url, questions, passages, show)
-            answerable = [coverage["answerable"] for coverage in coverages]
+                coverages = measure(config, url, questions, show)
+            answerable = (coverage["answerable"] for coverage in coverages)
             write_questions(folder / f"{key}.jsonl", compress(questions, answerable))
             report[key] = summary(questions, coverages)
-            console.say(f"data.{key}: share of questions, {depth(config)} documents a search")
+            console.say(f"data.{key}: share of questions")
             rows = [
                 [source, *("-" if share is None else share for share in shares.values())]
                 for source, shares in report[key].items()
@@ -71,18 +66,13 @@ def run(config: Config) -> None:
     console.note(f"answerable questions and figures written to {folder}")
 
 
-def depth(config: Config) -> int:
-    return config.retriever.rerank_topk or config.retriever.topk
-
-
 def measure(
-    config: Config,
-    url: str | Sequence[str],
-    questions: Sequence[Question],
-    passages: Mapping[str, Document],
-    show: Callable[[int], object] = lambda done: None,
+    config: Config, url: str | Sequence[str], questions: Sequence[Question], show: Callable[[int], object]
 ) -> list[QuestionCoverage]:
-    """Measure the coverage of each question; the titles of its supporting `passages` are queries too."""
+    """Measure the coverage of each question; with a corpus, the titles of its passages are queries too."""
+    corpus = config.retriever.corpus
+    named = {name for question in questions for name in question.supporting_ids}
+    passages = read_passages(corpus, named) if corpus and named else {}
 
     async def look(question: Question, search: SearchFunction) -> QuestionCoverage:
         titles = [passages[name].title for name in question.supporting_ids if name in passages]
@@ -112,7 +102,7 @@ def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
     for question, coverage in zip(questions, coverages, strict=True):
         by_source.setdefault(question.data_source, []).append(coverage)
     if len(by_source) > 1:
-        by_source = dict(sorted(by_source.items())) | {ALL: list(coverages)}
+        by_source = dict(sorted(by_source.items())) | {"all": list(coverages)}
     shares: Shares = {}
     for source, members in by_source.items():
         shares[source] = {"questions": len(members)}
@@ -120,12 +110,3 @@ def summary(questions: Sequence[Question], coverages: Sequence[QuestionCoverage]
             values = [value for value in (coverage[name] for coverage in members) if value is not None]
             shares[source][name] = sum(values) / len(values) if values else None
     return shares
-
-
-def coverage_lines(config: Config, url: str | Sequence[str]) -> list[str]:
-    """Return the coverage of a sample of the evaluation questions, for the doctor."""
-    questions = select_evenly(load_questions(config.data.eval, config.data.columns), SAMPLE, seed=0)
-    *_, shares = summary(questions, measure(config, url, questions, {})).values()
-    parts = [f"{MEASURES[name]} {shares[name]:.0%}" for name in SAMPLED if shares[name] is not None]
-    sample = f"{len(questions)} questions of data.eval as queries, {depth(config)} documents each"
-    return [f"{sample}: {', '.join(parts)} (calibadv coverage says more)"] if parts else []

@@ -47,7 +47,22 @@ CAUSES = {
     "cut off": "raise rollout.max_observation_length, or lower retriever.topk",
     "answer not in the passages": "the supporting passages must hold a golden answer",
 }
-SEARCH = SearchAction.name
+AT_ONCE = 128  # questions; the client puts their queries into common requests
+MAX_QUOTE = 40  # words of a passage that a thought quotes
+STRIDE = 10  # words between two places where a quote may begin in a sentence that is longer
+YES_NO = ("yes", "no")
+ID_KEYS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")  # the retriever reads them too
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_BRACKETS = re.compile(r"\s*\([^()]*\)\s*$")  # Silent Garden (novel)
+Result = TypeVar("Result")
+SearchFunction = Callable[[str], Awaitable[list[Document]]]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    query: str
+    documents: tuple[Document, ...]
+    new_ids: tuple[str, ...]  # ids of the supporting passages that no search before it found
 
 
 def run(config: Config) -> None:
@@ -59,51 +74,51 @@ def run(config: Config) -> None:
     if not corpus:
         raise UserError("retriever.corpus is empty: set it to the file of the passages with their titles")
     refuse_other_run(Path(output), "sft.demonstrations", Path(config.run.dir))
-    actions = make_actions(config)
+    actions = make_actions(config) or (SearchAction(),)
     grammar = grammar_of(actions)
-    if SEARCH not in grammar.actions:
-        raise UserError(f"tools has no {SEARCH}, and it is searches that are demonstrated: put it into tools")
+    search_action = next((action for action in actions if action.name == SearchAction.name), None)
+    if search_action is None:
+        raise UserError("tools has no search, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
     questions = load_questions(config.data.train, config.data.columns)
     passages = read_passages(corpus, {name for question in questions for name in question.supporting_ids})
     find = find_varied_support if config.sft.first_query == "varied" else find_support
-    search_action = next((action for action in actions if action.name == SEARCH), SearchAction())
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
+    observations = observations.of(search_action)
 
     def shown(documents: Sequence[Document]) -> str:  # to the policy
-        clean = neutralise_documents(documents, tokenizer, grammar)
-        return observations.of(search_action).information(numbered(clean))[1]
+        return observations.information(numbered(neutralise_documents(documents, tokenizer, grammar)))[1]
 
     async def attempt(question: Question, search: SearchFunction) -> Demonstration | str:
         if passages.keys().isdisjoint(question.supporting_ids):
             return "passage unknown" if question.supporting_ids else "no supporting_ids"
         lookups = await find(question, passages, search, config.rollout.max_searches)
         result = demonstrate(question, lookups, shown, grammar) if lookups else "not found"
-        if isinstance(result, Demonstration):
-            lengths = _lengths(result, config, tokenizer)
-            return next((f"longer than {key}" for key, length, limit in lengths if length > limit), result)
-        return result
+        if isinstance(result, str):
+            return result
+        lengths = _lengths(result, config, tokenizer)
+        return next((f"longer than {key}" for key, length, limit in lengths if length > limit), result)
 
     with (
         open_retriever(config.retriever, Path(config.run.dir) / "retriever.log", console.warn) as url,
         console.bar("search", len(questions), "questions") as show,
     ):
         results = look_up_each(config.retriever, url, questions, attempt, show)
-    demonstrations, counts = [], Counter[tuple[str, str]]()
-    for question, result in zip(questions, results, strict=True):
-        if isinstance(result, Demonstration):
-            demonstrations.append(result)
-            result = f"written, {len(result.turns) - 1} search"
-        counts[question.data_source, result] += 1
+    demonstrations = [result for result in results if not isinstance(result, str)]
+    outcomes = [
+        result if isinstance(result, str) else f"written, {len(result.turns) - 1} search"
+        for result in results
+    ]
     if not demonstrations:
-        causes = Counter(cause for _, cause in counts.elements()).most_common()
+        causes = Counter(outcomes).most_common()
         reasons = "; ".join(f"{number} {cause} ({CAUSES.get(cause, 'raise it')})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(Path(output), map(_row, demonstrations))
-    outcomes = sorted({outcome for _, outcome in counts})
-    console.say(table(count_rows(counts, outcomes), ["data source", *outcomes]))
+    counts = Counter(zip((question.data_source for question in questions), outcomes, strict=True))
+    columns = sorted(set(outcomes))
+    console.say(table(count_rows(counts, columns), ["data source", *columns]))
     console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
 
@@ -127,17 +142,12 @@ def _row(demonstration: Demonstration) -> dict[str, Any]:
     return question_row(demonstration.question) | {"turns": turns}
 
 
-AT_ONCE = 128  # questions; the client puts their queries into common requests
-Result = TypeVar("Result")
-SearchFunction = Callable[[str], Awaitable[list[Document]]]
-
-
 def look_up_each(
     config: RetrieverConfig,
     url: str | Sequence[str],
     questions: Sequence[Question],
     work: Callable[[Question, SearchFunction], Awaitable[Result]],
-    show: Callable[[int], object] = lambda done: None,
+    show: Callable[[int], object],
 ) -> list[Result]:
     """Return the result of `work` on each question; its search finds nothing for a refused query."""
     client, slots, numbers = RetrieverClient(config, url), asyncio.Semaphore(AT_ONCE), count(1)
@@ -162,28 +172,11 @@ def look_up_each(
     return asyncio.run(finish_all())
 
 
-MAX_QUOTE = 40  # words of a passage that a thought quotes
-STRIDE = 10  # words between two places where a quote may begin in a sentence that is longer
-YES_NO = ("yes", "no")
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_BRACKETS = re.compile(r"\s*\([^()]*\)\s*$")  # Silent Garden (novel)
-
-
-@dataclass(frozen=True)
-class Lookup:
-    query: str
-    documents: tuple[Document, ...]
-    new_ids: tuple[str, ...]  # ids of the supporting passages that no search before it found
-
-
-_IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")  # names that the retriever reads too
-
-
 def read_passages(corpus: str | Path, ids: Collection[str]) -> dict[str, Document]:
     """Return the passages of these ids, from a corpus of rows with an id and contents, or title and text."""
     passages: dict[str, Document] = {}
     for where, row in read_rows(corpus, "passages"):
-        name = next((str(row[key]) for key in _IDS if row.get(key) not in (None, "")), "")
+        name = next((str(row[key]) for key in ID_KEYS if row.get(key) not in (None, "")), "")
         if name in ids:
             title, text = row.get("title"), row.get("text")
             if isinstance(row.get("contents"), str):

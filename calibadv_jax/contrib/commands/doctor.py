@@ -17,7 +17,6 @@ import jax
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REST
-from calibadv_jax.contrib.commands.coverage import coverage_lines
 from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
 from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
@@ -157,7 +156,6 @@ def check_retriever(config: Config) -> list[str]:
             *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
             reranked,
             outcome,
-            *coverage_lines(replace(config, retriever=impatient), url),
         ]
 
 

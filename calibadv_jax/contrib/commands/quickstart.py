@@ -6,7 +6,6 @@ import shlex
 import sys
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from calibadv_jax.commands import export, sft, train
@@ -70,27 +69,16 @@ def run(config: Config) -> None:
     ]
     console.say(table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"]))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
-    outputs = {"policy": output, "cold start": config.sft.output}
-    outputs |= {"metrics": report.with_name("metrics.jsonl"), "rollouts": report.with_name("rollouts")}
-    for label, path in (outputs | {"report": report}).items():
+    outputs = {"policy": output, "cold start": config.sft.output, "run": config.run.dir, "report": report}
+    for label, path in outputs.items():
         console.say(f"{label:>10}  {path}")
+    run_folder = shlex.quote(str(Path(config.run.dir).resolve()))
+    policy = shlex.quote(str(output.resolve()))
+    calibadv = f"{shlex.quote(sys.executable)} -m calibadv_jax"
     console.say("next:")
-    for purpose, command in next_commands(Path(config.run.dir).resolve(), output.resolve()).items():
-        console.say(f"  {command}   # {purpose}")
-
-
-def next_commands(run: Path, policy: Path) -> dict[str, str]:
-    """Return purpose -> command for the absolute folders of a run and its export, for any shell anywhere."""
-    python, program = shlex.quote(sys.executable), Path(sys.executable).with_name("calibadv")
-    calibadv = shlex.quote(str(program)) if program.is_file() else f"{python} -m calibadv_jax"
-    report = f"{calibadv} report {shlex.quote(str(run))}"
-    if find_spec("matplotlib") is None:
-        report = f"{python} -m pip install 'calibadv-jax[report]' && {report}"
-    return {
-        "every trajectory with the credit of each turn": f"{calibadv} inspect {shlex.quote(str(run))}",
-        "one page with all curves": report,
-        "asks the trained policy": f"{calibadv} ask --policy {shlex.quote(str(policy))}",
-    }
+    console.say(f"  {calibadv} inspect {run_folder}   # every trajectory with the credit of each turn")
+    console.say(f"  {calibadv} report {run_folder}   # one page with all curves")
+    console.say(f"  {calibadv} ask --policy {policy}   # asks the trained policy")
 
 
 def _to(config: Config, name: str) -> Config:

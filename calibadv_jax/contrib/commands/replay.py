@@ -26,7 +26,6 @@ from calibadv_jax.learner.losses import LossFunction, policy_loss
 from calibadv_jax.learner.step import learn, make_sample
 from calibadv_jax.metrics.console import Console, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.record.reader import KeptStep, find_step, read_step
 from calibadv_jax.record.schema import kept_steps
@@ -34,7 +33,6 @@ from calibadv_jax.rewards.score import score_groups
 
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
-FLOAT32 = 1e-5  # the same of a logged metric, whose sums the training took in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
     step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step
     path = find_step(folder, step)
     kept = read_step(path)
-    config = kept_config(kept, path)
-    metrics_file = folder / "metrics.jsonl"
-    logged = read_metrics(metrics_file) if metrics_file.is_file() else []
-    same = replay(kept, config)
-    columns = {"run": next((row for row in logged if row["step"] == step), {}), "replayed": same.metrics}
+    same = replay(kept, kept_config(kept, path))
+    columns = {"replayed": same.metrics}
     if arguments.overrides:
         changed = replay(kept, kept_config(kept, path, arguments.overrides))
         columns["changed"] = changed.metrics
@@ -70,13 +65,12 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
     rows = comparison_rows(columns)
     say(table(rows, ["metric", *columns, "differs"]))
-    before, after = list(columns)[-2:]
-    say(f"{sum('≠' in row for row in rows)} of {len(rows)} metrics differ (≠) between {before} and {after}")
     equal, total = equal_turns(kept.credits, same.advantages.credits)
     exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
     bits = "bit for bit" if exact == equal else f"{exact} of them bit for bit, the others within {ROUNDING:g}"
     say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
     if arguments.overrides:
+        say(f"{sum('≠' in row for row in rows)} of {len(rows)} metrics differ (≠)")
         unchanged, _ = equal_turns(kept.credits, changed.advantages.credits)
         say(f"{' '.join(arguments.overrides)}: {total - unchanged} of {total} turns get another advantage")
     if equal < total:
@@ -151,14 +145,14 @@ def equal_turns(
 
 
 def comparison_rows(columns: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Return a row for each metric of SHOWN: name, values, "≠" where the last two differ beyond rounding."""
-    rounding, rows = ROUNDING if "changed" in columns else FLOAT32, []
+    """Return a row for each metric of SHOWN: name, values, "≠" where they differ beyond rounding."""
+    rows = []
     for name in sorted({name for column in columns.values() for name in column if name.startswith(SHOWN)}):
         values = [column.get(name) for column in columns.values()]
-        before, after = values[-2:]
+        before, after = values[0], values[-1]
         differs = False
         if before is not None and after is not None:
-            differs = not np.isclose(after, before, rounding, rounding, equal_nan=True)
+            differs = not np.isclose(after, before, ROUNDING, ROUNDING, equal_nan=True)
         cells = ["-" if value is None else number(value) for value in values]
         rows.append([name, *cells, "≠" if differs else ""])
     return rows

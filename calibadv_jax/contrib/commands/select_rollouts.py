@@ -46,59 +46,51 @@ def run(arguments: argparse.Namespace) -> None:
             rank = (-row["answer_score"], tokens, run_index, row["step"], row["group"], row["index"])
             question = (row["data_source"], row["question_id"])
             candidates: list[Candidate] = [*chosen.get(question, []), (rank, row)]
-            chosen[question] = _best(candidates, arguments.per_question, counts)
+            chosen[question] = _best(candidates, arguments.per_question)
     if not chosen:
         least = "the largest reward" if arguments.min_score is None else f"{arguments.min_score:g} or more"
-        raise UserError(f"no trajectory with a score of {least} among {counts['all']}; lower --min-score")
+        raise UserError(f"no trajectory with a score of {least} among {counts.total()}; lower --min-score")
     best = [row for _, candidates in sorted(chosen.items()) for _, row in candidates]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(arguments.output, "--output", Console().warn):
         write_jsonl(arguments.output, map(demonstration, best))
-    rows = [[name, count] for name, count in counts.items() if name != "all" and count]
-    rows += [["written", len(best)], ["questions", len(chosen)]]
-    Console().say(table([["all", counts["all"]], *rows], ["trajectories", "number"]))
+    rows: list[tuple[str, int]] = [("all", counts.total())]
+    counts["repeated or beyond --per-question"] = counts.pop("good") - len(best)
+    rows += [*counts.items(), ("written", len(best)), ("questions", len(chosen))]
+    Console().say(table(rows, ["trajectories", "number"]))
 
 
 def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> Iterator[RecordRow]:
     if not (files := kept_steps(folder)):
-        advice = "give the folder of a run with log.rollouts=parquet"
-        raise UserError(f"{folder}: no rollouts/step_N.parquet; {advice}")
+        raise UserError(f"{folder}: no rollouts/step_N.parquet; give a run with log.rollouts=parquet")
     for path in files.values():
         reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
         if reward.shuffle:
-            permuted = "its scores were permuted among the trajectories of the step (reward.shuffle)"
-            raise UserError(f"{path}: {permuted}, and say nothing of them; give other runs")
+            raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
         head = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, reward.max_score if min_score is None else min_score) for row in head]
-        good = [index for index, verdict in enumerate(verdicts) if not verdict]
+        good = [index for index, verdict in enumerate(verdicts) if verdict == "good"]
         turns = read_columns(path, ["turns"]).take(pa.array(good, pa.int64())).to_pylist()
-        counts["all"] += len(head)
-        counts.update(verdict for verdict in verdicts if verdict)
+        counts.update(verdicts)
         yield from (head[index] | turn for index, turn in zip(good, turns, strict=True))
 
 
 def _verdict(row: RecordRow, min_score: float) -> str:
-    """Return why a trajectory is left out; empty if it is not."""
+    """Return why a trajectory is left out, or "good"."""
     if row["error"] is not None:
         return "failed"
     if not row["format_valid"]:
         return "format invalid"
-    return "score too low" if row["answer_score"] < min_score else ""
+    return "score too low" if row["answer_score"] < min_score else "good"
 
 
-def _best(candidates: list[Candidate], limit: int, counts: Counter[str]) -> list[Candidate]:
+def _best(candidates: list[Candidate], limit: int) -> list[Candidate]:
     """Return at most `limit` by rank; of equal texts the better one stays."""
     by_texts: dict[str, Candidate] = {}
     for rank, row in sorted(candidates, key=lambda candidate: candidate[0]):
-        by_texts.setdefault(_texts(row), (rank, row))
-    best = list(by_texts.values())[:limit]
-    counts["duplicate"] += len(candidates) - len(by_texts)
-    counts["beyond --per-question"] += len(by_texts) - len(best)
-    return best
-
-
-def _texts(row: RecordRow) -> str:
-    return "\n".join(" ".join(turn["text"].lower().split()) for turn in row["turns"])
+        texts = "\n".join(" ".join(turn["text"].lower().split()) for turn in row["turns"])
+        by_texts.setdefault(texts, (rank, row))
+    return list(by_texts.values())[:limit]
 
 
 def demonstration(row: RecordRow) -> dict[str, Any]:

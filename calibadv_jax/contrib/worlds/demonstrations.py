@@ -96,11 +96,8 @@ def _same_or_not(rng: np.random.Generator) -> Demonstration:
     return Demonstration(Question("demonstration", text, (answer,), "drill"), (_answer_turn(text, answer),))
 
 
-GENERATORS: dict[str, Callable[[int, WorldConfig], Iterator[Demonstration]]] = {
-    "imperfect": imperfect,
-    "lookups": lookups,
-    "drills": drills,
-}
+Generator = Callable[[int, WorldConfig], Iterator[Demonstration]]
+GENERATORS: dict[str, Generator] = {"imperfect": imperfect, "lookups": lookups, "drills": drills}
 
 
 def _answer_turn(thought: str, answer: str) -> DemoTurn:

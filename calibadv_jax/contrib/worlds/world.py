@@ -97,11 +97,8 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
     facts = Facts(entities, {})
     for kind, names in entities.items():
-        pools = {
-            label: entities[relation.object]
-            for label, relation in RELATIONS.items()
-            if relation.subject == kind
-        }
+        relations = {label: relation for label, relation in RELATIONS.items() if relation.subject == kind}
+        pools = {label: entities[relation.object] for label, relation in relations.items()}
         for name in names:
             facts.objects[name] = {label: str(rng.choice(pool)) for label, pool in pools.items()}
     if config.rumour:
@@ -147,10 +144,8 @@ def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -
     """Return address -> page: of each passage, with its text; no other text gives the address."""
     addresses = [" ".join(words) for words in product(*ADDRESSES)]
     if len(passages) > len(addresses):
-        raise UserError(
-            f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
-            " world.people, cities, companies or works, or set world.pages=false"
-        )
+        problem = f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages"
+        raise UserError(f"{problem}; lower world.people, cities, companies or works, or unset world.pages")
     pages = {}
     for passage, index in zip(passages, rng.permutation(len(addresses)), strict=False):
         address = addresses[index]
