@@ -272,11 +272,7 @@ def test_synchronous_checkpoint_completes_before_next_step(tmp_path):
 
 
 class Counting(ScriptedRollouts):
-    """A sampler that counts something, and one worker that computes log-probabilities."""
-
-    def __init__(self):
-        super().__init__()
-        self.logprobs = {"http://worker": np.full(14, -3.0, np.float32)}  # of tokens 1 to 14 of the text
+    """A sampler that counts something."""
 
     def metrics(self):
         return {"rollout/workers_lost": float(len(self.begun))}
