@@ -318,6 +318,7 @@ def test_phases_and_seeds_see_other_demonstrations(started, tokenizer):
     config, _, batches = started
     assert len({batch.tokens.tobytes() for batch in batches}) == len(batches) == 5
     assert {batch.tokens.shape for batch in batches} == {(8, 64)}
+    assert [batch.weights.sum() for batch in batches] == pytest.approx([1.0] * 5)
     same = next(sft._batches(config, PHASES[0], (), tokenizer, seed=3))
     np.testing.assert_array_equal(same.tokens, batches[0].tokens)
     assert not np.array_equal(next(sft._batches(config, PHASES[0], (), tokenizer, 4)).tokens, same.tokens)

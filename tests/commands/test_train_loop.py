@@ -14,21 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from orbax.checkpoint.checkpoint_manager import CheckpointManager
 from tiny_policy import Letters
-from trainer_rig import (
-    MODEL,
-    QUESTIONS,
-    ScriptedRollouts,
-    checkpoints,
-    make_config,
-    make_model,
-    make_state,
-    rows,
-    shared_programs,  # noqa: F401
-)
+from trainer_rig import MODEL, QUESTIONS, ScriptedRollouts, checkpoints, make_config, make_state, rows
 
 from calibadv_jax.commands import evaluate, train
 from calibadv_jax.contrib.commands import doctor
@@ -44,6 +33,8 @@ from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.run import trainer as trainer_module
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.wiring import check_inputs
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 class Broken(Exception):
@@ -309,7 +300,7 @@ def configured(folder, weights, template="short", data=None, **sections):
 def test_training_draws_by_the_weights(tmp_path):
     config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
     questions = load_questions(config.data.train)
-    state = RunState(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
+    state = RunState(config, MODEL, questions, ScriptedRollouts(), tmp_path / "run", Console(False))
     drawn = Counter(question.data_source for question in islice(state.questions, 80))
     assert drawn == {"a": 60, "b": 20}
 

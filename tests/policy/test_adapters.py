@@ -4,21 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import WIDER
+from tiny_policy import WIDER, tiny
 
 from calibadv_jax.config import LoraConfig
 from calibadv_jax.policy.adapters import Adapters, joined, split
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
 
-ARCHITECTURE = architecture_from_hf(WIDER | {"vocab_size": 48})
+CONFIG = WIDER | {"vocab_size": 48}
 ADAPTERS = Adapters(4, 6.0, ("down", "k", "o"), "float32")
 
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(ARCHITECTURE, Numerics(), ADAPTERS)
+    return tiny(CONFIG, ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def logits(policy):
 
 @pytest.mark.medium
 def test_new_adapters_change_nothing(drawn, logits):
-    plain = jax.jit(Policy(ARCHITECTURE, Numerics()).init)(jax.random.key(0))
+    plain = jax.jit(tiny(CONFIG).init)(jax.random.key(0))
     base, adapters = split(drawn)
     jax.tree.map(np.testing.assert_array_equal, base, plain)
     np.testing.assert_array_equal(logits(drawn), logits(base))
@@ -67,7 +65,7 @@ def test_merged_weights_compute_what_adapters_do(policy, drawn, logits):
 
 def test_frozen_base_has_its_own_precision():
     config = LoraConfig(rank=2, targets=["v"])
-    policy = Policy(ARCHITECTURE, Numerics(), Adapters.from_config(config))
+    policy = tiny(CONFIG, Adapters.from_config(config))
     dtypes = {path: leaf.dtype for path, leaf in flatten(policy.abstract_params).items()}
     trained = {path for path, dtype in dtypes.items() if dtype == jnp.float32}
     assert trained == {f"layers.attn.v.lora_{x}" for x in "ab"} == set(flatten(policy.abstract_trained))

@@ -24,7 +24,6 @@ from trainer_rig import (
     make_state,
     rows,
     run,
-    shared_programs,  # noqa: F401
     write_group,
 )
 
@@ -39,6 +38,8 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import find_step, read_metadata, read_step
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rewards.score import score_groups
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def scored(config, numbers):

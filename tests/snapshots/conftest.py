@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from tiny_policy import WIDER
+from trainer_rig import shared_programs  # noqa: F401
 
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
