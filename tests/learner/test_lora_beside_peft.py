@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import LLAMA3, mesh_of, single_device, tiny
+from tiny_policy import LLAMA3, mesh_of, row_logits, single_device, tiny
 
 from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
@@ -110,15 +109,6 @@ def trained(request, tmp_path_factory):
     return SimpleNamespace(**locals())
 
 
-def logits(policy, params, tokens):
-    @jax.jit
-    def forward(params, row):
-        decoder = policy.merge(params)
-        return decoder.logits(decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0]
-
-    return np.asarray(forward(params, jnp.asarray(tokens[None])))
-
-
 def test_three_updates_are_those_of_torch(trained):
     peft_params = peft.get_peft_model_state_dict(trained.model)
     ours = dict(to_hf(trained.state["params"]))
@@ -141,7 +131,7 @@ def test_eight_devices_make_the_updates_of_one(trained):
 
 def test_written_files_load_in_peft_and_transformers(trained):
     params = trained.learner.whole(trained.state["params"])
-    expected = logits(trained.policy, params, trained.tokens)
+    expected = row_logits(trained.policy, params, trained.tokens[None])[0]
     folder = save_adapters(trained.state["params"], trained.adapters, "a base", trained.folder / "ours", None)
     load = transformers.AutoModelForCausalLM.from_pretrained
     again = peft.PeftModel.from_pretrained(load(trained.folder / "base", dtype=torch.float32), folder)
