@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from config_rig import changed
 from hosts_rig import UNTIMED, rows  # noqa: F401
-from tiny_policy import NARROW, single_device, tiny
+from tiny_policy import NARROW, Letters, single_device, tiny
 
 from calibadv_jax.commands.train import train
 from calibadv_jax.core.stopping import Stop
@@ -26,14 +26,17 @@ HF_CONFIG = NARROW | {"vocab_size": 24, "num_key_value_heads": 1, "tie_word_embe
 QUESTIONS = [Question(f"q{number}", f"question {number}?", ("yes",), "toy") for number in range(7)]
 
 
-class Vocabulary:
-    """As much of a tokenizer as a trainer asks for."""
+class Vocabulary(Letters):
+    """A tokenizer of as many letters as the policy has tokens."""
 
     def __len__(self):
         return HF_CONFIG["vocab_size"]
 
     def encode(self, text, add_special_tokens):
         return [ord(letter) % len(self) for letter in text]
+
+    def get_vocab(self):
+        return {chr(97 + number): number for number in range(len(self))}
 
 
 @pytest.fixture(scope="module")

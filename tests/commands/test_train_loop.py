@@ -150,19 +150,7 @@ def start(tmp_path, monkeypatch):
     """Starts `calibadv train` on a scripted sampler; notes in which order its parts are made."""
     tokenizer = tmp_path / "tokenizer"
     build_word_tokenizer().save_pretrained(tokenizer)
-    order = []
-
-    class Words(Letters):
-        def __len__(self):
-            return len(MODEL.tokenizer)
-
-        def encode(self, text, add_special_tokens):
-            return [0]  # every prompt fits
-
-        def get_vocab(self):
-            return {"yes": 0}
-
-    model = replace(MODEL, tokenizer=Words(), tokenizer_folder=tokenizer)
+    order, model = [], replace(MODEL, tokenizer_folder=tokenizer)
 
     def begin(config, rollouts=None):
         @contextmanager
@@ -188,7 +176,8 @@ def start(tmp_path, monkeypatch):
 
 def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
     folder = tmp_path / "run"
-    config = make_config(folder, learner={"steps": 3}, prompt={"template": "short"})
+    fitting = {"rollout": {"max_prompt_length": 11}, "prompt": {"template": "{question}"}}
+    config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
         start(replace(config, log=replace(config.log, progress=True)), ScriptedRollouts(fails_at=4))
     assert start.order == ["inputs", "model", "rollouts", "closed"]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from http_rig import Handler, serving
-from tiny_policy import Letters, tiny
+from tiny_policy import tiny
 from trainer_rig import HF_CONFIG, MODEL, make_config
 
 from calibadv_jax.config import LoraConfig
@@ -23,17 +23,9 @@ from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.publish import read_manifest
 
 
-class Vocabulary(Letters):
-    def __len__(self):
-        return 24
-
-    def get_vocab(self):
-        return {chr(97 + number): number for number in range(24)}
-
-
 @pytest.fixture
 def model():
-    return replace(MODEL, tokenizer=Vocabulary(), hf_config=HF_CONFIG | {"eos_token_id": [3]})
+    return replace(MODEL, hf_config=HF_CONFIG | {"eos_token_id": [3]})
 
 
 class Ready(Handler):
