@@ -146,57 +146,51 @@ def test_failed_last_save_keeps_the_original_error(tmp_path, capsys, stopped_by)
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Starts `calibadv train` on a scripted sampler; notes in which order its parts are made."""
-    tokenizer = tmp_path / "tokenizer"
+def parts(tmp_path, monkeypatch):
+    """`order`: which parts `calibadv train` makes, on the scripted `rollouts`; `folders` of these."""
+    tokenizer, made = tmp_path / "tokenizer", SimpleNamespace(order=[], rollouts=None, folders=None)
     build_word_tokenizer().save_pretrained(tokenizer)
-    order, model = [], replace(MODEL, tokenizer_folder=tokenizer)
+    model = replace(MODEL, tokenizer_folder=tokenizer)
 
-    def begin(config, rollouts=None):
-        @contextmanager
-        def opened(config, model, model_folder, snapshots, check, hosts):
-            order.append("rollouts")
-            start.folders = model_folder, snapshots
-            try:
-                yield start.rollouts
-            finally:
-                order.append("closed")
+    @contextmanager
+    def opened(config, model, model_folder, snapshots, check, hosts):
+        made.order.append("rollouts")
+        made.folders = model_folder, snapshots
+        try:
+            yield made.rollouts
+        finally:
+            made.order.append("closed")
 
-        start.rollouts = rollouts or ScriptedRollouts()
-        monkeypatch.setattr(train, "build_model", lambda *_: order.append("model") or model)
-        monkeypatch.setattr(train, "check_inputs", lambda *_: order.append("inputs"))
-        monkeypatch.setattr(train, "open_rollouts", opened)
-        train.run(config)
-        return start.rollouts
-
-    start = begin
-    begin.order = order
-    return begin
+    monkeypatch.setattr(train, "build_model", lambda *_: made.order.append("model") or model)
+    monkeypatch.setattr(train, "check_inputs", lambda *_: made.order.append("inputs"))
+    monkeypatch.setattr(train, "open_rollouts", opened)
+    return made
 
 
-def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
-    folder = tmp_path / "run"
+def test_start_checks_inputs_first_and_resumes(tmp_path, parts, capsys):
+    folder, parts.rollouts = tmp_path / "run", ScriptedRollouts(fails_at=4)
     fitting = {"rollout": {"max_prompt_length": 11}, "prompt": {"template": "{question}"}}
     config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
-        start(replace(config, log=replace(config.log, progress=True)), ScriptedRollouts(fails_at=4))
-    assert start.order == ["inputs", "model", "rollouts", "closed"]
+        train.run(replace(config, log=replace(config.log, progress=True)))
+    assert parts.order == ["inputs", "model", "rollouts", "closed"]
     output = capsys.readouterr()
     assert "waiting for the retriever" in output.err and "soft penalty" in output.out
     assert (folder / "configs/0.yaml").is_file() and (folder / "policy/tokenizer.json").is_file()
-    assert start.folders == (folder / "policy", folder / "snapshots")
-    again = start(config)
-    assert [version for version, _ in again.loaded] == [2, 3]
+    assert parts.folders == (folder / "policy", folder / "snapshots")
+    parts.rollouts = ScriptedRollouts()
+    train.run(config)
+    assert [version for version, _ in parts.rollouts.loaded] == [2, 3]
     assert left(folder)[0] == [1, 2, 3]
     assert (folder / "configs/1.yaml").is_file()
     before = (folder / "metrics.jsonl").read_text()
-    del start.order[:]
+    parts.order.clear()
     with pytest.raises(UserError, match="run.seed"):
-        start(replace(config, run=replace(config.run, seed=5)))
-    assert start.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
+        train.run(replace(config, run=replace(config.run, seed=5)))
+    assert parts.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
     write_questions(folder / "train.jsonl", QUESTIONS[:-1])
     with pytest.raises(UserError, match="data.content|data.train"):
-        start(config)
+        train.run(config)
 
 
 class SlowDisk(ScriptedRollouts):
