@@ -1,6 +1,9 @@
 """Shapes of tiny policies, the policies themselves, meshes, and a tokenizer of letters."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -25,6 +28,13 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 
 def tiny(config, adapters=None, **numerics):
     return Policy(architecture_from_hf(config), Numerics(**numerics), adapters)
+
+
+@partial(jax.jit, static_argnums=0)
+def row_logits(policy, params, tokens):
+    """Return the logits float32 [B, T, V] of whole rows, int32 [B, T]."""
+    decoder, positions = policy.merge(params), jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder.logits(decoder(tokens, positions, jnp.ones_like(tokens)))
 
 
 def mesh_of(devices=8, **sizes):

@@ -11,18 +11,14 @@ import numpy as np
 import pytest
 from config_rig import changed
 from hosts_rig import UNTIMED, rows  # noqa: F401
-from tiny_policy import NARROW
+from tiny_policy import NARROW, Letters, single_device, tiny
 
 from calibadv_jax.commands.train import train
-from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.learner import learner, losses, optimizer
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.run.model import Model
 from calibadv_jax.run.state import RunState
 
@@ -30,8 +26,8 @@ HF_CONFIG = NARROW | {"vocab_size": 24, "num_key_value_heads": 1, "tie_word_embe
 QUESTIONS = [Question(f"q{number}", f"question {number}?", ("yes",), "toy") for number in range(7)]
 
 
-class Vocabulary:
-    """As much of a tokenizer as a trainer asks for."""
+class Vocabulary(Letters):
+    """A tokenizer of as many letters as the policy has tokens."""
 
     def __len__(self):
         return HF_CONFIG["vocab_size"]
@@ -39,16 +35,13 @@ class Vocabulary:
     def encode(self, text, add_special_tokens):
         return [ord(letter) % len(self) for letter in text]
 
-
-def make_model(num_devices=1):
-    mesh = make_mesh(MeshConfig(fsdp=-1), devices=jax.devices()[:num_devices])
-    policy = Policy(architecture_from_hf(HF_CONFIG), Numerics())
-    return Model(policy, HF_CONFIG, Vocabulary(), Path("none"), mesh)
+    def get_vocab(self):
+        return {chr(97 + number): number for number in range(len(self))}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def shared_programs():
-    """Trainers of equal settings have one learner, whose programs are compiled once; import it to use it."""
+    """Trainers of equal settings have one learner, whose programs are compiled once."""
     make_schedule = functools.cache(optimizer.make_schedule)
 
     def schedule_of(config, total):
@@ -146,7 +139,7 @@ class Collapsing(ScriptedRollouts):
 
 
 GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
-MODEL = make_model()
+MODEL = Model(tiny(HF_CONFIG), HF_CONFIG, Vocabulary(), Path("none"), single_device())
 
 
 def run(config, rollouts, tmp_path, console=None):

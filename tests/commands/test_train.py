@@ -1,79 +1,27 @@
-"""The whole trainer on real parts, small: resume, stops, bad input. Slow: it compiles and starts services."""
+"""The commands one after the other on real parts, small. Slow: it compiles and starts services."""
 
 import json
 import subprocess
 import sys
-from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 from small_run import SMALL
-from trainer_rig import checkpoints, rows
+from trainer_rig import rows
 from transformers import AutoTokenizer
 
 from calibadv_jax import cli
 from calibadv_jax.commands import train
-from calibadv_jax.config import Config, load_config
-from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.config import load_config
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run import model
 
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def config_of(folder: Path, *overrides: str) -> Config:
-    return load_config(ROOT / "configs/quickstart.yaml", [*SMALL, f"run.dir={folder}", *overrides])
-
-
-@pytest.fixture
-def noisy_rewards(monkeypatch):
-    """Scores that depend on the sampled tokens, as those of a real policy do."""
-
-    def score_groups(groups, *_):
-        for group in groups:
-            for trajectory in group.trajectories:
-                trajectory.format_valid = True
-                trajectory.answer_score = float(trajectory.response_ids.sum() % 7) / 7
-                trajectory.metrics |= {"f1": 0.0, "em": 0.0, "cover_em": 0.0, "format": 0.0}
-        return groups
-
-    monkeypatch.setattr(train, "score_groups", score_groups)
-
-
-@pytest.mark.slow
-def test_interrupted_and_resumed_elsewhere_equals_uninterrupted(tmp_path, noisy_rewards, monkeypatch, s3):
-    whole = config_of(tmp_path / "whole")
-    write_world(whole.world)
-    train.run(whole)
-    expected = rows(tmp_path / "whole")
-    assert [row["step"] for row in expected] == [1, 2, 3, 4]
-    assert all(row["actor/grad_norm"] > 0 for row in expected)
-
-    # Two steps are left after the resume, so that questions are drawn; only the failure saves a checkpoint.
-    checkpoint = replace(whole.checkpoint, every=0)
-    place = replace(whole.run, dir=str(tmp_path / "parts"), mirror=f"{s3}/runs/parts")
-    parts = replace(whole, run=place, checkpoint=checkpoint)
-    begin, failed = Rollouts.begin, Future()
-    failed.set_exception(UserError("retriever http://x: no usable answer"))
-
-    def fail_in_the_third_step(self, number, question):
-        future = begin(self, number, question)
-        return failed if number == 2 * 4 + 1 else future
-
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="no usable answer"):
-        patch.setattr(Rollouts, "begin", fail_in_the_third_step)
-        train.run(parts)
-    assert checkpoints(tmp_path / "parts") == [2]
-    train.run(replace(parts, run=replace(place, dir=str(tmp_path / "elsewhere"))))
-    assert rows(tmp_path / "elsewhere") == expected
 
 
 @pytest.mark.slow

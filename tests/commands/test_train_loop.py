@@ -14,21 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from orbax.checkpoint.checkpoint_manager import CheckpointManager
 from tiny_policy import Letters
-from trainer_rig import (
-    MODEL,
-    QUESTIONS,
-    ScriptedRollouts,
-    checkpoints,
-    make_config,
-    make_model,
-    make_state,
-    rows,
-    shared_programs,  # noqa: F401
-)
+from trainer_rig import MODEL, QUESTIONS, ScriptedRollouts, checkpoints, make_config, make_state, rows
 
 from calibadv_jax.commands import evaluate, train
 from calibadv_jax.contrib.commands import doctor
@@ -44,6 +33,8 @@ from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.run import trainer as trainer_module
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.wiring import check_inputs
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 class Broken(Exception):
@@ -155,68 +146,51 @@ def test_failed_last_save_keeps_the_original_error(tmp_path, capsys, stopped_by)
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Starts `calibadv train` on a scripted sampler; notes in which order its parts are made."""
-    tokenizer = tmp_path / "tokenizer"
+def parts(tmp_path, monkeypatch):
+    """`order`: which parts `calibadv train` makes, on the scripted `rollouts`; `folders` of these."""
+    tokenizer, made = tmp_path / "tokenizer", SimpleNamespace(order=[], rollouts=None, folders=None)
     build_word_tokenizer().save_pretrained(tokenizer)
-    order = []
+    model = replace(MODEL, tokenizer_folder=tokenizer)
 
-    class Words(Letters):
-        def __len__(self):
-            return len(MODEL.tokenizer)
+    @contextmanager
+    def opened(config, model, model_folder, snapshots, check, hosts):
+        made.order.append("rollouts")
+        made.folders = model_folder, snapshots
+        try:
+            yield made.rollouts
+        finally:
+            made.order.append("closed")
 
-        def encode(self, text, add_special_tokens):
-            return [0]  # every prompt fits
-
-        def get_vocab(self):
-            return {"yes": 0}
-
-    model = replace(MODEL, tokenizer=Words(), tokenizer_folder=tokenizer)
-
-    def begin(config, rollouts=None):
-        @contextmanager
-        def opened(config, model, model_folder, snapshots, check, hosts):
-            order.append("rollouts")
-            start.folders = model_folder, snapshots
-            try:
-                yield start.rollouts
-            finally:
-                order.append("closed")
-
-        start.rollouts = rollouts or ScriptedRollouts()
-        monkeypatch.setattr(train, "build_model", lambda *_: order.append("model") or model)
-        monkeypatch.setattr(train, "check_inputs", lambda *_: order.append("inputs"))
-        monkeypatch.setattr(train, "open_rollouts", opened)
-        train.run(config)
-        return start.rollouts
-
-    start = begin
-    begin.order = order
-    return begin
+    monkeypatch.setattr(train, "build_model", lambda *_: made.order.append("model") or model)
+    monkeypatch.setattr(train, "check_inputs", lambda *_: made.order.append("inputs"))
+    monkeypatch.setattr(train, "open_rollouts", opened)
+    return made
 
 
-def test_start_checks_inputs_first_and_resumes(tmp_path, start, capsys):
-    folder = tmp_path / "run"
-    config = make_config(folder, learner={"steps": 3}, prompt={"template": "short"})
+def test_start_checks_inputs_first_and_resumes(tmp_path, parts, capsys):
+    folder, parts.rollouts = tmp_path / "run", ScriptedRollouts(fails_at=4)
+    fitting = {"rollout": {"max_prompt_length": 11}, "prompt": {"template": "{question}"}}
+    config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
-        start(replace(config, log=replace(config.log, progress=True)), ScriptedRollouts(fails_at=4))
-    assert start.order == ["inputs", "model", "rollouts", "closed"]
+        train.run(replace(config, log=replace(config.log, progress=True)))
+    assert parts.order == ["inputs", "model", "rollouts", "closed"]
     output = capsys.readouterr()
     assert "waiting for the retriever" in output.err and "soft penalty" in output.out
     assert (folder / "configs/0.yaml").is_file() and (folder / "policy/tokenizer.json").is_file()
-    assert start.folders == (folder / "policy", folder / "snapshots")
-    again = start(config)
-    assert [version for version, _ in again.loaded] == [2, 3]
+    assert parts.folders == (folder / "policy", folder / "snapshots")
+    parts.rollouts = ScriptedRollouts()
+    train.run(config)
+    assert [version for version, _ in parts.rollouts.loaded] == [2, 3]
     assert left(folder)[0] == [1, 2, 3]
     assert (folder / "configs/1.yaml").is_file()
     before = (folder / "metrics.jsonl").read_text()
-    del start.order[:]
+    parts.order.clear()
     with pytest.raises(UserError, match="run.seed"):
-        start(replace(config, run=replace(config.run, seed=5)))
-    assert start.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
+        train.run(replace(config, run=replace(config.run, seed=5)))
+    assert parts.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
     write_questions(folder / "train.jsonl", QUESTIONS[:-1])
     with pytest.raises(UserError, match="data.content|data.train"):
-        start(config)
+        train.run(config)
 
 
 class SlowDisk(ScriptedRollouts):
@@ -272,11 +246,7 @@ def test_synchronous_checkpoint_completes_before_next_step(tmp_path):
 
 
 class Counting(ScriptedRollouts):
-    """A sampler that counts something, and one worker that computes log-probabilities."""
-
-    def __init__(self):
-        super().__init__()
-        self.logprobs = {"http://worker": np.full(14, -3.0, np.float32)}  # of tokens 1 to 14 of the text
+    """A sampler that counts something."""
 
     def metrics(self):
         return {"rollout/workers_lost": float(len(self.begun))}
@@ -313,7 +283,7 @@ def configured(folder, weights, template="short", data=None, **sections):
 def test_training_draws_by_the_weights(tmp_path):
     config = configured(tmp_path / "run", {"a": 3.0, "b": 1.0})
     questions = load_questions(config.data.train)
-    state = RunState(config, make_model(), questions, ScriptedRollouts(), tmp_path / "run", Console(False))
+    state = RunState(config, MODEL, questions, ScriptedRollouts(), tmp_path / "run", Console(False))
     drawn = Counter(question.data_source for question in islice(state.questions, 80))
     assert drawn == {"a": 60, "b": 20}
 

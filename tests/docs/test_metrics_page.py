@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small_run import SMALL
 from tiny_policy import Letters
-from trainer_rig import QUESTIONS, ScriptedRollouts, make_config, make_model, write_group
+from trainer_rig import MODEL, QUESTIONS, ScriptedRollouts, make_config, write_group
 
 from calibadv_jax.commands import sft
 from calibadv_jax.commands.train import train
@@ -89,7 +89,7 @@ def training(tmp_path_factory):
     )
     rollouts = EventfulRollouts()
     console = Console(progress=False)
-    state = RunState(config, make_model(), QUESTIONS, rollouts, folder, console)
+    state = RunState(config, MODEL, QUESTIONS, rollouts, folder, console)
     with Stop() as stop, state:
         train(state, stop)
     return logged(folder / "metrics.jsonl")

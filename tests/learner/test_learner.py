@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from rounding import close_in_norm
-from tiny_policy import GROUPED, NARROW, mesh_of, single_device, tiny
+from tiny_policy import GROUPED, NARROW, mesh_of, row_logits, single_device, tiny
 
 from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.core.errors import UserError
@@ -166,12 +166,7 @@ def test_logprobs_and_loss_are_those_of_the_temperature(tied_policy):
     tokens = np.random.default_rng(0).integers(0, 16, 7).astype(np.int32)
     nothing = np.zeros(7, np.float32)
     batch = pack([Sample(tokens, np.arange(7) > 2, nothing, nothing)], 7)
-
-    def logits(params):
-        decoder = tied_policy.merge(params)
-        return decoder.logits(decoder(batch.tokens, batch.positions, batch.segment_ids))[0]
-
-    table = np.asarray(jax.nn.log_softmax(jax.jit(logits)(params) / 0.5))
+    table = np.asarray(jax.nn.log_softmax(row_logits(tied_policy, params, tokens[None])[0] / 0.5))
     assert np.ptp(table) > 1
     expected = table[np.arange(6), tokens[1:]]
     np.testing.assert_allclose(learner.logprobs(params, batch)[0, :6], expected, atol=1e-4)

@@ -4,21 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import WIDER
+from tiny_policy import WIDER, row_logits, tiny
 
 from calibadv_jax.config import LoraConfig
 from calibadv_jax.policy.adapters import Adapters, joined, split
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
 
-ARCHITECTURE = architecture_from_hf(WIDER | {"vocab_size": 48})
+CONFIG = WIDER | {"vocab_size": 48}
 ADAPTERS = Adapters(4, 6.0, ("down", "k", "o"), "float32")
 
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(ARCHITECTURE, Numerics(), ADAPTERS)
+    return tiny(CONFIG, ADAPTERS)
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +24,16 @@ def drawn(policy):
     return jax.jit(policy.init)(jax.random.key(0))
 
 
-@pytest.fixture(scope="module")
-def logits(policy):
-    @jax.jit
-    def forward(params):
-        decoder, tokens = policy.merge(params), jnp.arange(12)[None]
-        return decoder.logits(decoder(tokens, tokens, jnp.ones_like(tokens)))
-
-    return forward
+def logits(policy, params):
+    return row_logits(policy, params, np.arange(12)[None])
 
 
 @pytest.mark.medium
-def test_new_adapters_change_nothing(drawn, logits):
-    plain = jax.jit(Policy(ARCHITECTURE, Numerics()).init)(jax.random.key(0))
+def test_new_adapters_change_nothing(policy, drawn):
+    plain = jax.jit(tiny(CONFIG).init)(jax.random.key(0))
     base, adapters = split(drawn)
     jax.tree.map(np.testing.assert_array_equal, base, plain)
-    np.testing.assert_array_equal(logits(drawn), logits(base))
+    np.testing.assert_array_equal(logits(policy, drawn), logits(policy, base))
     modules = ("attn.k", "attn.o", "mlp.down")
     names = {f"layers.{module}.{name}" for module in modules for name in ("lora_a", "lora_b")}
     assert flatten(adapters).keys() == names
@@ -54,20 +46,20 @@ def test_new_adapters_change_nothing(drawn, logits):
 
 
 @pytest.mark.medium
-def test_merged_weights_compute_what_adapters_do(policy, drawn, logits):
+def test_merged_weights_compute_what_adapters_do(policy, drawn):
     """As after some updates: no adapter is 0."""
     (base, adapters), rng = policy.split(drawn), np.random.default_rng(0)
     params = joined(base, jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), adapters))
     merged = policy.merged(params, jnp.float32)
     assert jax.tree.structure(merged) == jax.tree.structure(policy.abstract_base)
-    actual, expected = logits(merged), logits(params)
+    actual, expected = logits(policy, merged), logits(policy, params)
     np.testing.assert_allclose(actual, expected, atol=2e-4)
-    assert np.abs(expected - logits(base)).max() > 0.1
+    assert np.abs(expected - logits(policy, base)).max() > 0.1
 
 
 def test_frozen_base_has_its_own_precision():
     config = LoraConfig(rank=2, targets=["v"])
-    policy = Policy(ARCHITECTURE, Numerics(), Adapters.from_config(config))
+    policy = tiny(CONFIG, Adapters.from_config(config))
     dtypes = {path: leaf.dtype for path, leaf in flatten(policy.abstract_params).items()}
     trained = {path for path, dtype in dtypes.items() if dtype == jnp.float32}
     assert trained == {f"layers.attn.v.lora_{x}" for x in "ab"} == set(flatten(policy.abstract_trained))

@@ -27,7 +27,6 @@ from calibadv_jax.rollout.observation import (
 from calibadv_jax.rollout.prompts import (
     BATCH,
     TEMPLATES,
-    drop_overlong,
     list_actions,
     most_tokens,
     open_prompt,
@@ -283,18 +282,6 @@ def test_bound_holds_where_a_tokenizer_writes_letters_out(byte_tokenizer, form):
     tokenizer.backend_tokenizer.normalizer = form
     for text in (LIGATURE * 9, "ﬃ½Å" * 7, "한국어" * 5, "plain", "\u0344" * 8):
         assert len(tokenizer.encode(text, add_special_tokens=False)) <= most_tokens(text)
-
-
-def test_overlong_prompts_are_refused_or_left_out():
-    questions = questions_of("a", "b", "c")
-    assert drop_overlong(questions, {}, 9, "refuse", "data.train") == (questions, "")
-    fitting, message = drop_overlong(questions, {0: 12, 2: 40}, 9, "leave_out", "data.train")
-    words = "data.train: the prompts of 2 of 3 questions .* longest has 40 tokens .question 'q2'.: "
-    assert fitting == questions[1:2] and re.match(words + "they are left out", message)
-    with pytest.raises(UserError, match=words + ".*data.overlong_prompts=leave_out"):
-        drop_overlong(questions, {0: 12, 2: 40}, 9, "refuse", "data.train")
-    with pytest.raises(UserError, match="of 3 of 3 questions .*: none is left; raise it"):
-        drop_overlong(questions, {0: 12, 1: 10, 2: 40}, 9, "leave_out", "data.train")
 
 
 TWO = (Document("1", "Ann", "Ann is a painter."), Document("2", "Bob", "Bob is not."))

@@ -48,9 +48,15 @@ def stream(background, staleness=0, per_step=PER_STEP, state=None, tied=(), max_
     """Groups of the numbers `tied` are; the state goes through JSON."""
     drawn = 0 if state is None else state["asked"]
     rollouts = RolloutStream(
-        background.begin, map(question, count(drawn)), per_step, staleness, 0.25, max_replaced,
-        lambda groups: [number in tied for number in numbers(groups)], background.wait_for,
-    )  # fmt: skip
+        background.begin,
+        map(question, count(drawn)),
+        per_step,
+        staleness,
+        0.25,
+        max_replaced,
+        lambda groups: [number in tied for number in numbers(groups)],
+        background.wait_for,
+    )
     if state is not None:
         rollouts.restore(json.loads(json.dumps(state)), {f"q{n}": question(n) for n in range(100)})
     return rollouts

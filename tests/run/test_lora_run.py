@@ -9,32 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trainer_rig
-from trainer_rig import (
-    HF_CONFIG,
-    ScriptedRollouts,
-    make_config,
-    resumed,
-    rows,
-    run,
-    shared_programs,  # noqa: F401
-)
+from tiny_policy import tiny
+from trainer_rig import HF_CONFIG, ScriptedRollouts, make_config, resumed, rows, run
 
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import ExportConfig, LoraConfig, RunConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.adapters import Adapters, split
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.run.model import base_of, find_policy
 from calibadv_jax.snapshots.huggingface import load_params, save_folder
 from calibadv_jax.snapshots.peft import load_adapters
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
 
-pytestmark = pytest.mark.medium
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets=["q", "down"], base_dtype="float32")
 ADAPTERS = Adapters.from_config(LORA)
-MODEL = replace(trainer_rig.MODEL, policy=Policy(architecture_from_hf(HF_CONFIG), Numerics(), ADAPTERS))
+MODEL = replace(trainer_rig.MODEL, policy=tiny(HF_CONFIG, ADAPTERS))
 
 
 def assert_equal(params, other):
@@ -44,8 +35,7 @@ def assert_equal(params, other):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A HuggingFace folder."""
-    plain = Policy(architecture_from_hf(HF_CONFIG), Numerics())
-    params = jax.jit(plain.init)(jax.random.key(5))
+    params = jax.jit(tiny(HF_CONFIG).init)(jax.random.key(5))
     return save_folder(params, HF_CONFIG, tmp_path_factory.mktemp("base") / "hf", "float32", None)
 
 
@@ -62,7 +52,7 @@ def config_of(folder, base, **sections):
 
 
 @pytest.fixture(scope="module")
-def whole(base, tmp_path_factory, shared_programs):  # noqa: F811
+def whole(base, tmp_path_factory, shared_programs):
     """The folder of a run of four steps, and what its sampler was given."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     config = config_of(folder, base)
@@ -111,11 +101,11 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     places = {"output": str(tmp_path / "hf"), "adapter_output": str(tmp_path / "adapter")}
     outputs = ExportConfig(**places, dtype="float32")
     config = replace(config_of(tmp_path, base), run=RunConfig(dir=str(folder)), export=outputs)
-    plain, expected = Policy(MODEL.policy.architecture, Numerics()), MODEL.policy.merged(params, jnp.float32)
+    expected = MODEL.policy.merged(params, jnp.float32)
     for dtype in ("float32", "bfloat16"):
         exported = export(replace(config, export=replace(outputs, dtype=dtype)))
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype).astype(jnp.float32), expected)
-        assert_equal(load_params(exported, plain, MODEL.mesh), rounded)
+        assert_equal(load_params(exported, tiny(HF_CONFIG), MODEL.mesh), rounded)
     export(config, adapter=True)
     adapter = export(config, adapter=True)  # over the former export, card and all
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
@@ -160,7 +150,7 @@ def test_missing_or_different_base_is_refused(whole, base, tmp_path):
         (moved / "policy/base.json").write_text(json.dumps(output | {"folder": str(place)}))
         if place == other:
             shutil.rmtree(other)
-            params = jax.jit(Policy(MODEL.policy.architecture, Numerics()).init)(jax.random.key(6))
+            params = jax.jit(tiny(HF_CONFIG).init)(jax.random.key(6))
             save_folder(params, HF_CONFIG, other, "float32", None)
         with pytest.raises(UserError, match=words) as caught:
             find_policy(moved).params(MODEL.policy, MODEL.mesh)
@@ -186,5 +176,5 @@ def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
     ):
         adapters = Adapters.from_config(replace(LORA, **change))
         with pytest.raises(UserError, match=words) as caught:
-            load_adapters(adapter, Policy(MODEL.policy.architecture, Numerics(), adapters), None)
+            load_adapters(adapter, tiny(HF_CONFIG, adapters), None)
         assert "\n" not in str(caught.value)

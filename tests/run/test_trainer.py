@@ -9,9 +9,9 @@ from pathlib import Path
 from unittest.mock import MagicMock, Mock, call
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_policy import row_logits
 from trainer_rig import (
     GUARDED,
     HF_CONFIG,
@@ -24,7 +24,6 @@ from trainer_rig import (
     make_state,
     rows,
     run,
-    shared_programs,  # noqa: F401
     write_group,
 )
 
@@ -39,6 +38,8 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.record.reader import find_step, read_metadata, read_step
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rewards.score import score_groups
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def scored(config, numbers):
@@ -158,14 +159,7 @@ def test_published_weights_are_compared_with_workers(tmp_path):
     state = make_state(config, tmp_path, rollouts)
     assert state.publish() == {}
     tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
-
-    @jax.jit
-    def logprobs(params):
-        decoder = MODEL.policy.merge(params)
-        hidden = decoder(tokens, jnp.arange(15, dtype=jnp.int32)[None], jnp.ones_like(tokens))
-        return jax.nn.log_softmax(decoder.logits(hidden) / 0.5)
-
-    table = np.asarray(logprobs(rollouts.loaded[0][1]))[0]
+    table = np.asarray(jax.nn.log_softmax(row_logits(MODEL.policy, rollouts.loaded[0][1], tokens)[0] / 0.5))
     other = table[np.arange(14), tokens[0, 1:]]
     rollouts.logprobs = {"a": other, "b": other + np.float32([0.25] + [0] * 13)}
     result = state.publish()

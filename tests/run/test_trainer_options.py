@@ -11,17 +11,7 @@ from unittest.mock import DEFAULT, Mock
 import jax
 import numpy as np
 import pytest
-from trainer_rig import (
-    QUESTIONS,
-    ScriptedRollouts,
-    checkpoints,
-    make_config,
-    make_state,
-    resumed,
-    rows,
-    run,
-    shared_programs,  # noqa: F401
-)
+from trainer_rig import QUESTIONS, ScriptedRollouts, checkpoints, make_config, make_state, resumed, rows, run
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
@@ -36,7 +26,7 @@ from calibadv_jax.record.reader import find_step, read_step
 from calibadv_jax.run import critic
 from calibadv_jax.snapshots.checkpoint import restore_params
 
-pytestmark = pytest.mark.medium
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 
 RATE = OptimizerConfig(lr=0.05, schedule="constant")
 LEARNER = {"steps": 4, "row_length": 16, "microbatch_rows": 8, "row_widths": 1, "optimizer": RATE}

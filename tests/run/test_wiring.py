@@ -9,13 +9,12 @@ import jax
 import numpy as np
 import pytest
 from http_rig import Handler, serving
-from tiny_policy import Letters
-from trainer_rig import make_config, make_model
+from tiny_policy import tiny
+from trainer_rig import HF_CONFIG, MODEL, make_config
 
 from calibadv_jax.config import LoraConfig
 from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.run import wiring
 from calibadv_jax.run.model import AdapterBase
@@ -24,18 +23,9 @@ from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.publish import read_manifest
 
 
-class Vocabulary(Letters):
-    def __len__(self):
-        return 24
-
-    def get_vocab(self):
-        return {chr(97 + number): number for number in range(24)}
-
-
 @pytest.fixture
 def model():
-    made = make_model()
-    return replace(made, tokenizer=Vocabulary(), hf_config=made.hf_config | {"eos_token_id": [3]})
+    return replace(MODEL, hf_config=HF_CONFIG | {"eos_token_id": [3]})
 
 
 class Ready(Handler):
@@ -108,7 +98,7 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
     folder, policy, checkpoint = tmp_path / "policy", {"compute_dtype": "float32"}, {"snapshots_kept": 2}
     if kind != "plain":
         adapters = Adapters(2, 4.0, ("q",), "float32")
-        model = replace(model, policy=Policy(model.policy.architecture, Numerics(), adapters))
+        model = replace(model, policy=tiny(HF_CONFIG, adapters))
         folder.mkdir()
         AdapterBase("base", str(tmp_path), "0" * 64, 0, adapters).write(folder)
         policy |= {"lora": LoraConfig(rank=2, targets=["q"], snapshots=kind), "path": "p"}
@@ -129,7 +119,7 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
         return
     manifest = read_manifest(folders[-1])
     assert (manifest["tokenizer"], manifest["config"]) == (model.tokenizer_hash, model.hf_config)
-    whole = len(flatten(make_model().policy.abstract_params))
+    whole = len(flatten(MODEL.policy.abstract_params))
     assert len(manifest["tensors"]) == (2 if kind == "adapters" else whole)
     dtypes = {entry["dtype"] for entry in manifest["tensors"].values()}
     assert dtypes == {"bfloat16" if kind == "merged" else "float32"}

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from compiled_rig import collectives
 from sampler_rig import ALONE, CharTokenizer, make_sampler, sample_sessions
-from tiny_policy import SHAPE
+from tiny_policy import SHAPE, mesh_of, tiny
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy import transformer
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import UNROLLED_LAYERS, Numerics, Policy
+from calibadv_jax.policy.transformer import UNROLLED_LAYERS
 from calibadv_jax.sampler import engine, prefixes
 
 LENGTH = 64
@@ -30,7 +28,7 @@ CONFIG = SHAPE | {
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(architecture_from_hf(CONFIG), Numerics())
+    return tiny(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +77,7 @@ def test_prefill_moves_weights_and_own_sums(mesh):
     width, chunk = 96, 8  # as no other size of the program
     sizes = {"hidden_size": width, "intermediate_size": 176, "vocab_size": 320, "head_dim": 24}
     # Products as on TPUs and GPUs.
-    wide = Policy(architecture_from_hf(CONFIG | sizes), Numerics(kernel="splash"))
+    wide = tiny(CONFIG | sizes, kernel="splash")
     sampler = make_sampler(wide, None, mesh, LENGTH, slots=SLOTS, prefill_chunk=chunk)
     text = sampler._engine.lower()["prefill"].compile().as_text()
     rows = SLOTS // (mesh.data * mesh.fsdp)
@@ -159,5 +157,5 @@ def test_widths_of_windows(length, halvings, even_widths):
 
 
 def test_successive_slots_are_of_different_devices(policy):
-    devices = make_mesh(MeshConfig(2, 1, 1), jax.devices()[:2])
+    devices = mesh_of(2, data=2, fsdp=1)
     assert engine.CacheEngine(policy, devices, 6, LENGTH, 8, 4).in_turn == [0, 3, 1, 4, 2, 5]

@@ -6,11 +6,9 @@ import jax
 import numpy as np
 import pytest
 from sampler_rig import CharTokenizer, make_sampler, sample_sessions
-from tiny_policy import WIDER
+from tiny_policy import WIDER, tiny
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.stopping import StopRule
 
 LENGTH = 200  # four widths of the cache
@@ -20,13 +18,9 @@ NUMBERS = range(30)
 
 
 @pytest.fixture(scope="module")
-def policy():
-    return Policy(architecture_from_hf(CONFIG), Numerics())
-
-
-@pytest.fixture(scope="module")
-def sampler(policy):
+def sampler():
     """Forty slots on each of two devices; prefill takes eight rows of a device, up to 32 tokens of each."""
+    policy = tiny(CONFIG)
     params, config = jax.jit(policy.init)(jax.random.key(5)), {"decode_chunk": 6, "prefill_chunk": 32}
     stops = StopRule(CharTokenizer(), [])
     return make_sampler(policy, params, MeshConfig(2, 1, 1), LENGTH, stops, slots=80, **config)

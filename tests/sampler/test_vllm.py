@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 from packages import need
+from tiny_policy import row_logits
 from transformers import AutoTokenizer
 from vllm_rig import GREEDY, LLAMA, MAX_LENGTH, QWEN2, Rig, prompts, running
 
@@ -39,9 +40,7 @@ def other(tmp_path_factory):
 def learner_logprobs(rig, params, tokens):
     """Log-probabilities of all successors, float32 [T - 1, V], and of tokens 1 …, by the policy itself."""
     ids = jnp.asarray([tokens], jnp.int32)
-    decoder = rig.policy.merge(params)
-    hidden = decoder(ids, jnp.arange(len(tokens))[None], jnp.ones_like(ids))
-    logprobs = jax.nn.log_softmax(decoder.logits(hidden).astype(jnp.float32)[0, :-1])
+    logprobs = jax.nn.log_softmax(row_logits(rig.policy, params, ids).astype(jnp.float32)[0, :-1])
     return logprobs, np.asarray(jnp.take_along_axis(logprobs, ids[0, 1:, None], axis=-1)[:, 0])
 
 

@@ -12,13 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny_policy import LLAMA3
+from tiny_policy import LLAMA3, tiny
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
@@ -53,8 +51,8 @@ class Rig:
     tokenizer_hash: str = "a tokenizer"
 
     def __post_init__(self) -> None:
-        self.tokenizer, numerics = build_word_tokenizer(), Numerics(compute_dtype=jnp.dtype(self.dtype))
-        self.policy = Policy(architecture_from_hf(self.hf_config), numerics)
+        self.tokenizer = build_word_tokenizer()
+        self.policy = tiny(self.hf_config, compute_dtype=jnp.dtype(self.dtype))
         self.store = SnapshotStore(self.folder / "snapshots", keep=20, dtype=jnp.dtype(self.dtype))
         self.tokenizer.save_pretrained(self.folder / "tokenizer")
         self.model_folder = self.folder / "model"

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from tiny_policy import WIDER
+import tiny_policy
+from trainer_rig import shared_programs  # noqa: F401
 
-from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy
-
-CONFIG = WIDER | {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "eos_token_id": 1}
+CONFIG = tiny_policy.WIDER | {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "eos_token_id": 1}
 
 
 def same(first, second):
@@ -25,8 +23,8 @@ def same(first, second):
 @pytest.fixture(scope="session")
 def tiny():
     """hf_config, policy, params (float32), `other`: a policy of another MLP width, and `same`."""
-    policy = Policy(architecture_from_hf(CONFIG), Numerics())
-    other = Policy(architecture_from_hf(CONFIG | {"intermediate_size": 32}), Numerics())
+    policy = tiny_policy.tiny(CONFIG)
+    other = tiny_policy.tiny(CONFIG | {"intermediate_size": 32})
     params = jax.jit(policy.init)(jax.random.key(0))
     return SimpleNamespace(config=CONFIG, policy=policy, params=params, other=other, same=same)
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from orbax.checkpoint.checkpoint_manager import CheckpointManager
+from tiny_policy import mesh_of
 
-from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError, exit_status
-from calibadv_jax.policy.sharding import make_mesh, placed_params
+from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.snapshots import checkpoint
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params, saved_steps
 
@@ -108,7 +108,7 @@ def test_path_with_a_pattern_is_refused(tmp_path, name):
 
 def test_checkpoint_restores_on_another_mesh(tiny, store, state):
     store.save(1, state, {})
-    target = abstract(tiny.policy, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)))
+    target = abstract(tiny.policy, mesh_of(fsdp=4, tensor=2))
     restored, _ = store.restore(1, target)
     kernel = restored["params"]["layers"]["mlp"]["gate"]["kernel"]
     assert kernel.sharding == target["params"]["layers"]["mlp"]["gate"]["kernel"].sharding

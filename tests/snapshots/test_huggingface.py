@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -62,15 +61,6 @@ def test_fields_with_differing_defaults_are_written(tmp_path):
     save_folder(zeros, both, tmp_path / "other", "bfloat16", None)
     assert read_hf_config(tmp_path / "other")["transformers_version"] == "4.43.1"
     assert read_hf_config(tmp_path / "other")["rope_theta"] == architecture_from_hf(both).rope_theta == 3e4
-
-
-def test_bfloat16_is_stored_rounded_and_widened(tiny, tmp_path):
-    save_folder(tiny.params, tiny.config, tmp_path / "half", "bfloat16", None)
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
-    half = Policy(tiny.policy.architecture, Numerics(param_dtype=jnp.bfloat16))
-    assert tiny.same(load_params(tmp_path / "half", half, None), rounded)
-    widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)
-    assert tiny.same(load_params(tmp_path / "half", tiny.policy, None), widened)
 
 
 def test_only_an_export_is_replaced_by_a_whole_one(tiny, folder):

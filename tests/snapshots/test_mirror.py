@@ -14,16 +14,7 @@ import jax
 import numpy as np
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
-from trainer_rig import (
-    GUARDED,
-    Collapsing,
-    ScriptedRollouts,
-    checkpoints,
-    make_config,
-    make_state,
-    rows,
-    shared_programs,  # noqa: F401
-)
+from trainer_rig import GUARDED, Collapsing, ScriptedRollouts, checkpoints, make_config, make_state, rows
 
 from calibadv_jax.commands.train import train
 from calibadv_jax.config.kept import add_start
@@ -37,7 +28,7 @@ from calibadv_jax.snapshots import mirror as mirror_module
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
 from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
 
-pytestmark = pytest.mark.medium
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 QUIET = Console(progress=False)
 
 

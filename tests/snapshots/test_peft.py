@@ -7,11 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_policy import tiny
+from tiny_policy import row_logits, tiny
 from trainer_rig import HF_CONFIG
 
 from calibadv_jax.core.errors import UserError
@@ -152,9 +151,8 @@ def policy_with(library, rank, alpha, base_dtype="float32"):
 
 
 def our_logits(library, policy, adapters):
-    decoder = policy.merge(joined(load_params(library.base, policy, None), adapters))
-    row = jnp.asarray(TOKENS[None])
-    return np.asarray(decoder.logits(decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0])
+    params = joined(load_params(library.base, policy, None), adapters)
+    return np.asarray(row_logits(policy, params, TOKENS[None])[0])
 
 
 def peft_model(library, init):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from tiny_policy import mesh_of
 
-from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.sharding import make_mesh, param_shardings
+from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import unflatten
 from calibadv_jax.snapshots import publish as publish_module
@@ -58,7 +58,7 @@ def test_orbax_reads_snapshots_without_warning(tiny, store, caplog):
 @pytest.mark.medium
 def test_parameters_load_in_compute_precision_and_sharding(tiny, tmp_path):
     """Published from one mesh in bfloat16, loaded on another."""
-    first, second = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)), make_mesh(MeshConfig(2, 2, 2))
+    first, second = mesh_of(fsdp=4, tensor=2), mesh_of(data=2, fsdp=2, tensor=2)
     params = jax.device_put(tiny.params, param_shardings(tiny.policy.abstract_params, first))
     folder = publish(SnapshotStore(tmp_path, keep=1, dtype=jnp.bfloat16), tiny, 0, params)
     rounded = jax.device_get(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params))
