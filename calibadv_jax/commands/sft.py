@@ -47,7 +47,6 @@ from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.run.choices import describe_adapters
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.folder import COLD_START, COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.model import base_of, build_model, initial_params
@@ -93,8 +92,6 @@ def _run(config: Config, console: Console) -> None:
     folder, sft = Path(config.run.dir), config.sft
     sft = dataclasses.replace(sft, row_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
-    for line in describe_adapters(config.policy.lora):
-        console.note(line)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
