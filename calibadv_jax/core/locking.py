@@ -47,7 +47,6 @@ def locked(path: Path, setting: str, warn: Callable[[str], None]) -> Iterator[No
     with _guard:
         is_first = place not in _held
         if is_first:
-            folder_is_new = not place.parent.exists()
             _held[place] = _take(place, setting, warn)
     try:
         yield
@@ -56,9 +55,6 @@ def locked(path: Path, setting: str, warn: Callable[[str], None]) -> Iterator[No
             if is_first and place in _held:  # not in a copy of the process that took it
                 # Before the release: a process that finds the file must find it locked.
                 place.unlink(missing_ok=True)
-                if folder_is_new:
-                    with suppress(OSError):  # something was written there
-                        place.parent.rmdir()
                 os.close(_held.pop(place))
 
 
@@ -67,8 +63,6 @@ def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:
-            continue  # its owner has just removed the folder that it made
         except OSError as error:
             reason = f"{one_line(error)}: {error.filename}"
             raise UserError(f"{setting} cannot be written ({reason}); choose another folder") from error
