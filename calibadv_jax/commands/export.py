@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,6 @@ from calibadv_jax.snapshots.mirror import bring_newest
 from calibadv_jax.snapshots.peft import save_adapters
 
 GENERATION = "generation_config.json"
-PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
 PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 TAGS = ["calibadv", "search-agent", "reinforcement-learning"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,21 +64,10 @@ tokenizer's chat template if it has one:
 ## Scores
 
 {scores}
-
-## Versions
-
-{versions}
 """
 LOADING_TEXT = """\
-LoRA adapters, trained on the base in {dtype}. Load it in this precision: the adapters belong to
-its weights as they are rounded there.
-
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained({base}, torch_dtype=torch.{dtype})
-    model = PeftModel.from_pretrained(base, "THIS_FOLDER")
+LoRA adapters, trained on the base `{base}` in {dtype}. Load the base with `torch_dtype=torch.{dtype}`, then
+`peft.PeftModel.from_pretrained(base, FOLDER)`: the adapters belong to weights that are rounded so.
 
 """
 
@@ -184,16 +170,14 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
     base, dtype = front.get("base_model", Path(start).name), trained["policy"]["lora"]["base_dtype"]
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
-    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     return CARD_TEXT.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
         title=source.model_folder.parent.name,  # the run's
-        loading=LOADING_TEXT.format(base=json.dumps(base), dtype=dtype) if adapter else "",
+        loading=LOADING_TEXT.format(base=base, dtype=dtype) if adapter else "",
         prompt="\n".join(f"    {line}" for line in prompt.splitlines()),
         facts=_table({name: value for name, value in facts.items() if value not in (None, "")}),
         settings=f"\nSettings that differ from the defaults:\n\n{_table(settings)}\n" if settings else "",
         scores=_scores(config, policy).rstrip(),
-        versions=_table(versions),
     )
 
 
