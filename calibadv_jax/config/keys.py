@@ -147,7 +147,7 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
     """Return a peer's key of this whole name, else a key of this name in the section, a peer's key by the end
-    of its name, a key of this name elsewhere, or a similar name: in the section, anywhere."""
+    of its name, a key of this name elsewhere, or a similar name in the section."""
     dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
     top = section.partition(".")[0]
@@ -161,13 +161,8 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
         return _of_peers(peers)
     if name in keys:
         return _question(inside or keys[name])
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        return _question([f"{section}.{near[0]}".lstrip(".")])
-    if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
-        return ""  # a rare key of another trainer: a similar name means something else
-    if near := difflib.get_close_matches(name, sorted(keys), n=1, cutoff=0.75):
-        return _question(keys[near[0]])
-    return ""
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    return _question([f"{section}.{near[0]}".lstrip(".")]) if near else ""
 
 
 def _question(keys: list[str]) -> str:

@@ -103,7 +103,6 @@ ON_COMMAND_LINE = [
         # unknown keys
         ("learner: {step: 3}", "unknown key 'learner.step'; did you mean 'learner.steps'?"),
         ("rollout: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
-        ("run: {microbatch_row: 5}", "did you mean 'learner.microbatch_rows'?"),
         ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first.steps'"),
         ("optimizer: {lr: 1}", OPTIMIZERS.format("")),
         ("reward: {model: judge}", "did you mean 'reward.judge.model'?"),
