@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from calibadv_jax.config.kept import newest_start, refuse_other_run
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
@@ -38,7 +38,6 @@ from calibadv_jax.snapshots.peft import save_adapters
 GENERATION = "generation_config.json"
 PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 TAGS = ["calibadv", "search-agent", "reinforcement-learning"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 CARD_TEXT = """\
 ---
 {front}
@@ -153,8 +152,8 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
     start, policy = trained["policy"]["path"], describe_policy(source)
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     front |= {"pipeline_tag": "text-generation", "tags": TAGS}
-    if HUB_ID.fullmatch(start) and not Path(start).exists():
-        front["base_model"] = start
+    if hub.is_repository(start):
+        front["base_model"] = start.partition("@")[0]
     facts = {
         "algorithm": trained["advantage"]["name"],
         "began with": Path(start).name or "random parameters",

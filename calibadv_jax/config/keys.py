@@ -171,11 +171,9 @@ def _question(keys: list[str]) -> str:
 
 def _of_peers(peers: list[PeerKey]) -> str:
     """``did you mean 'loss.clip_low' and 'loss.clip_high'? (verl: docs/coming_from.md)``"""
-    trainers = ", ".join(dict.fromkeys(peer.trainer for peer in peers if peer.trainer))
-    page = f"{trainers}: {PEER_PAGE}" if trainers else ""
-    notes = "; ".join(list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3])
-    if not peers[0].keys:
-        return f"it has no counterpart: {notes}" + (f" ({page})" if page else "")
     keys = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
-    details = "; ".join(filter(None, (notes, page)))
-    return f"did you mean {' or '.join(keys)}?{f' ({details})' if details else ''}"
+    details = list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3]
+    if trainers := ", ".join(dict.fromkeys(peer.trainer for peer in peers if peer.trainer)):
+        details.append(f"{trainers}: {PEER_PAGE}")
+    answer = f"did you mean {' or '.join(keys)}?" if peers[0].keys else "it has no counterpart"
+    return f"{answer} ({'; '.join(details)})" if details else answer

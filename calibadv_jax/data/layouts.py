@@ -270,7 +270,8 @@ LAYOUTS = (
         Layout("question and answer", f"{question} {answer}", partial(_columns, question, answer))
         for answer, question in itertools.product(ANSWERS, QUESTIONS)
     ),
-    Layout("TRL", "prompt ground_truth", partial(_prompted, "ground_truth")),
-    Layout("TRL", "prompt solution", partial(_prompted, "solution")),
-    Layout("TRL", "prompt answer", partial(_prompted, "answer")),
+    *(
+        Layout("TRL", f"prompt {answer}", partial(_prompted, answer))
+        for answer in ("ground_truth", "solution", "answer")
+    ),
 )

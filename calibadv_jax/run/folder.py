@@ -85,10 +85,7 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
-    values = read_config(path)
-    if values is None:
-        advice = f"remove {config.sft.output}, and the cold start is made again"
-        raise UserError(f"{path}: empty or cut off (was the disk full?); {advice}")
+    values = read_config(path, f"remove {config.sft.output}, and the cold start is made again")
     before = with_defaults(rebase_paths(values, path.parent))
     now = rebase_paths(kept_values(config), path.parent)
     if config.sft.row_length is None:  # the cold start has chosen it

@@ -108,7 +108,7 @@ ON_COMMAND_LINE = [
         ("reward: {model: judge}", "did you mean 'reward.judge.model'?"),
         ("sft: {phases: [{steps: 5}, {step: 5}]}", "unknown key 'sft.phases.1.step'; did you mean"),
         ("xyzzy: {}", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
-        ("policy: {lora: {dropout: 0.1}}", "'policy.lora.dropout'; it has no counterpart: with dropout"),
+        ("policy: {lora: {dropout: 0.1}}", "'policy.lora.dropout'; it has no counterpart (with dropout"),
     ],
 )
 def test_mistake_in_file_names_key_and_hint(tmp_path, text, part):
