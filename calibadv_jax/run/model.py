@@ -137,11 +137,8 @@ def _check_round_trip(tokenizer: Any, folder: Path) -> None:
     if changed := changed_probe(tokenizer):
         text, decoded = changed
         fault = f"the tokenizer, read as {type(tokenizer).__name__}, loses text: {text!r} becomes {decoded!r}"
-        advice = "set policy.tokenizer to another folder"
-        if type(tokenizer) is not BACKEND:
-            place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
-            advice = f"set {place}, or policy.tokenizer to another folder"
-        raise UserError(f"{folder}: {fault}; {advice}")
+        place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
+        raise UserError(f"{folder}: {fault}; set {place}, or policy.tokenizer to another folder")
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
             fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
