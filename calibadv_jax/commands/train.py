@@ -129,8 +129,6 @@ def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
     with open_writers(state) as (record, writer):
         with console.phase("publishing the policy"):
             state.publish()  # before the first step, so that a broken path fails at the start
-        if state.step < total:
-            console.note("the first step compiles; the steps after it are faster")
         while state.step < total:
             with Step(state, writer, stop, first) as step:
                 groups = step.probe(step.roll_out())

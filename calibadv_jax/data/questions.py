@@ -108,11 +108,9 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
     lines = []
     count = f"of {len(questions)} questions have a golden answer"
     if empty := [item for item in questions if not all(map(normalise_answer, item.golden_answers))]:
-        hopeless = sum(not any(map(normalise_answer, question.golden_answers)) for question in empty)
         example = f"{empty[0].golden_answers} of {empty[0].id!r}"
         fault = f"{key}: {len(empty)} {count} that normalises to nothing, such as {example}"
-        way_out = "calibadv prepare-data leaves these answers out"
-        lines.append(f"{fault}; {hopeless} have no other: no answer to them is right; {way_out}")
+        lines.append(f"{fault}; calibadv prepare-data leaves these answers out")
     if joined := list(filter(is_joined, questions)):
         example = f"{joined[0].golden_answers[0]!r} of {joined[0].id!r}"
         fault = f"{key}: {len(joined)} {count} with a separator in it, such as {example}"

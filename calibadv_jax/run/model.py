@@ -123,9 +123,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
         reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
-            fault = "its tokenizer is a program of its own (auto_map in tokenizer_config.json)"
             advice = "set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
-            reason = f"{fault}, which is never run; {advice}"
+            reason = f"its tokenizer is a program of its own (auto_map), which is never run; {advice}"
         raise UserError(f"{folder}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
