@@ -153,9 +153,8 @@ def _train(
                 loss = {"sft/loss": metrics.pop("actor/loss"), "sft/lr": rate, "sft/tokens": float(tokens)}
                 metrics = loss | console.end_step({"tokens": (tokens, "step")}) | metrics
                 if held_out is not None and (step % every == 0 or step == total):
-                    logprobs = np.where(
-                        held_out.weights > 0, learner.logprobs(state["params"], held_out), 0.0
-                    )
+                    logprobs = learner.logprobs(state["params"], held_out)
+                    logprobs = np.where(held_out.weights > 0, logprobs, 0.0)
                     metrics["sft/held_out_loss"] = float(-np.sum(held_out.weights * logprobs))
                 metrics["actor/finite"] = float(learner.is_finite(state["params"]))
                 verdict = guards.check(step, metrics)

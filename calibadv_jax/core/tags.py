@@ -204,10 +204,8 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
         return "<information> is for the environment alone"
     if len(actions) != 1:
         return f"{len(actions)} actions: {', '.join(actions)}" if actions else _no_action(grammar)
-    if names[0] != "think":
-        return f"no <think> before {actions[0]}"
-    if len(names) > 2:
-        return "more than one <think>"
+    if names[0] != "think" or len(names) > 2:
+        return f"not exactly one <think> before {actions[0]}"
     return f"{actions[0]} is empty" if kind == "invalid" else f"{actions[0]} in a turn of kind {kind}"
 
 

@@ -134,10 +134,8 @@ def _parse_prompt(value: Any, question: str, where: str) -> tuple[Message, ...]:
     for item in value if isinstance(value, list) else [value]:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if role not in ROLES or not isinstance(content, str):
-            raise UserError(
-                f"{where}: field 'prompt' must be text or a list of objects with 'role' ({', '.join(ROLES)})"
-                f" and a text 'content', got {str(item)[:80]!r}; correct or remove it"
-            )
+            form = f"text or a list of objects with 'role' ({', '.join(ROLES)}) and a text 'content'"
+            raise UserError(f"{where}: field 'prompt' must be {form}, got {str(item)[:80]!r}; remove it")
         messages.append(_message(role, tuple(well_formed(content).split(question))))
     if messages[-1].role != "user":
         fault = f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}"

@@ -6,7 +6,6 @@ terminal.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +14,7 @@ from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Group, Trajectory
 from calibadv_jax.metrics.console import Console
 
 REPEAT_TIED = 10  # tied steps in a row after which the reason is printed again
-NARROWEST = 60  # columns; a terminal may report fewer, or none
+LONGEST_DOCUMENT = 120  # characters of a document's line
 LONGEST = 1000  # characters of a turn in `transcript`
 
 # Kind of the last turn of a trajectory without an answer ("action": any) -> why there is none, what to try.
@@ -106,9 +105,8 @@ def turn_lines(kind: str, think: str, query: str, text: str) -> Iterator[str]:
 
 
 def folded(number: int, document: Document) -> str:
-    """Return number, title and first words of a document, as many as fit a line of the terminal."""
-    width = max(shutil.get_terminal_size().columns, NARROWEST)
-    return cut(f"  [{number}]   {printable(document.title)}: {printable(document.text)}", width)
+    """Return number, title and first words of a document."""
+    return cut(f"  [{number}]   {printable(document.title)}: {printable(document.text)}", LONGEST_DOCUMENT)
 
 
 def ending(trajectory: Trajectory) -> str:

@@ -35,8 +35,6 @@ def _check_something_is_learned(config: Config) -> None:
         raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if rollout.group_size == 1 and credit.is_calibrated and balances and credit.adjust != "clip":
-        raise UserError(
-            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
-            " every answer would have the advantage 0; set rollout.group_size to 2 or more, or advantage.name"
-            " to an estimator that compares none, such as gae"
-        )
+        fault = "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question"
+        way_out = "set it to 2 or more, or advantage.name to an estimator that compares none, such as gae"
+        raise UserError(f"{fault}: every answer would have the advantage 0; {way_out}")

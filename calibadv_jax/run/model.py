@@ -257,10 +257,7 @@ class PolicySource:
     step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
 
     def __str__(self) -> str:
-        if self.kind == "checkpoint":
-            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
-            return f"{which} in {self.path}"
-        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
+        return f"{self.kind} {self.path}" + ("" if self.step is None else f", step {self.step}")
 
     @property
     def model_folder(self) -> Path:
