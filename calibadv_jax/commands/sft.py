@@ -373,7 +373,7 @@ class ColdStart:
             self._save()
 
     def finish(self) -> None:
-        self._saved, self._saved_at = self.step, time.monotonic()
+        self._saved = self.step
         self._store.close()
         # All checkpoints go at once: after a kill the next cold start continues or begins anew.
         (self.folder / CHECKPOINTS).rename(self.folder / GONE)
@@ -396,7 +396,7 @@ class ColdStart:
     def _save(self) -> None:
         self._store.save(self.step, self.state, {})
         self._store.wait()
-        self._saved = self.step
+        self._saved, self._saved_at = self.step, time.monotonic()
 
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:

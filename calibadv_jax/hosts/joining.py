@@ -11,9 +11,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
@@ -44,7 +44,8 @@ _HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\s*"), b"go\n"
 MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A process of a run; of an automatic address, JAX finds out what is None."""
 
     address: str  # host:port of process 0, or AUTO

@@ -245,5 +245,5 @@ def test_judge_is_asked_about_right_and_wrong_answer(config):
     with serving(type("Kind", (Judging,), {"says_yes_to_all": True})) as url:
         _, warning = doctor.check_judge(judged_by(config, url))
     assert warning.startswith("warning: ") and "reward.judge.prompt" in warning
-    with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*; start the endpoint, or correct"):
+    with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*reward.judge.url"):
         doctor.check_judge(judged_by(config, url))

@@ -115,7 +115,7 @@ def test_each_part_has_its_seeds_and_cold_starts(tmp_path, monkeypatch):
     for option in ("--seeds=8,11", "--seeds=", "--steps=0", "--workers=-1"):
         with pytest.raises(SystemExit):
             evidence.parse(["out", option])
-    with pytest.raises(UserError, match="learner.optimizer.lr: must be a number"):
+    with pytest.raises(UserError, match="learner.optimizer.lr: must be a valid number"):
         evidence.main(["out", "--lr", "fast"])
     assert not list(tmp_path.iterdir())  # found before the first run
 
