@@ -7,7 +7,6 @@ libraries are imported, so that a mistake is reported at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -109,10 +108,8 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         arguments = parser.parse_intermixed_args(words)  # options may stand between the other arguments
         end(lambda: tool.run(arguments))
     if command not in COMMANDS:
-        names = [*COMMANDS, *TOOLS, *PROGRAMS]
-        near = difflib.get_close_matches(command, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(names)}"
-        sys.stderr.write(f"error: unknown command {command!r}; {hint}\n")
+        names = ", ".join([*COMMANDS, *TOOLS, *PROGRAMS])
+        sys.stderr.write(f"error: unknown command {command!r}; the commands are {names}\n")
         sys.exit(INPUT_STATUS)
     if argv is None and command in (*CORE, "quickstart"):
         use_large_pages()

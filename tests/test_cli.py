@@ -136,7 +136,6 @@ def test_config_is_checked_before_imports(config_file):
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [
-        (["trian"], 2, "did you mean 'train'?"),
         (["fly"], 2, "the commands are quickstart, sft"),
         (["--version"], 0, f"calibadv {version('calibadv-jax')}\n"),
         (["help"], 0, "commands without a config:"),

@@ -127,8 +127,6 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     hashes = {"tools": tools_hash(config), "judge": judge_hash(config)}
     evaluation = identity(config, policy, retriever, questions, hashes)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
-    if file.foreign_lines:
-        console.note(f"{file.path}: {file.foreign_lines} lines of another evaluation are replaced")
     requests: dict[RowKey, tuple[float, Question]] = {
         (f"{temperature:g}", question.data_source, question.id): (temperature, question)
         for temperature in evaluate.temperatures

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
-import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from calibadv_jax.config.kept import newest_start, refuse_other_run
 from calibadv_jax.config.keys import among, marked
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
@@ -38,10 +36,8 @@ from calibadv_jax.snapshots.mirror import bring_newest
 from calibadv_jax.snapshots.peft import save_adapters
 
 GENERATION = "generation_config.json"
-PACKAGES = ("calibadv-jax", "jax", "flax", "transformers")
 PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
 TAGS = ["calibadv", "search-agent", "reinforcement-learning"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 CARD_TEXT = """\
 ---
 {front}
@@ -67,21 +63,10 @@ tokenizer's chat template if it has one:
 ## Scores
 
 {scores}
-
-## Versions
-
-{versions}
 """
 LOADING_TEXT = """\
-LoRA adapters, trained on the base in {dtype}. Load it in this precision: the adapters belong to
-its weights as they are rounded there.
-
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained({base}, torch_dtype=torch.{dtype})
-    model = PeftModel.from_pretrained(base, "THIS_FOLDER")
+LoRA adapters, trained on the base `{base}` in {dtype}. Load the base with `torch_dtype=torch.{dtype}`, then
+`peft.PeftModel.from_pretrained(base, FOLDER)`: the adapters belong to weights that are rounded so.
 
 """
 
@@ -167,8 +152,8 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
     start, policy = trained["policy"]["path"], describe_policy(source)
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     front |= {"pipeline_tag": "text-generation", "tags": TAGS}
-    if HUB_ID.fullmatch(start) and not Path(start).exists():
-        front["base_model"] = start
+    if hub.is_repository(start):
+        front["base_model"] = start.partition("@")[0]
     facts = {
         "algorithm": trained["advantage"]["name"],
         "began with": Path(start).name or "random parameters",
@@ -184,16 +169,14 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
     base, dtype = front.get("base_model", Path(start).name), trained["policy"]["lora"]["base_dtype"]
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
-    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     return CARD_TEXT.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
         title=source.model_folder.parent.name,  # the run's
-        loading=LOADING_TEXT.format(base=json.dumps(base), dtype=dtype) if adapter else "",
+        loading=LOADING_TEXT.format(base=base, dtype=dtype) if adapter else "",
         prompt="\n".join(f"    {line}" for line in prompt.splitlines()),
         facts=_table({name: value for name, value in facts.items() if value not in (None, "")}),
         settings=f"\nSettings that differ from the defaults:\n\n{_table(settings)}\n" if settings else "",
         scores=_scores(config, policy).rstrip(),
-        versions=_table(versions),
     )
 
 

@@ -47,7 +47,6 @@ from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import make_actions
-from calibadv_jax.run.choices import describe_adapters
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.folder import COLD_START, COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.model import base_of, build_model, initial_params
@@ -93,8 +92,6 @@ def _run(config: Config, console: Console) -> None:
     folder, sft = Path(config.run.dir), config.sft
     sft = dataclasses.replace(sft, row_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
-    for line in describe_adapters(config.policy.lora):
-        console.note(line)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
@@ -156,9 +153,8 @@ def _train(
                 loss = {"sft/loss": metrics.pop("actor/loss"), "sft/lr": rate, "sft/tokens": float(tokens)}
                 metrics = loss | console.end_step({"tokens": (tokens, "step")}) | metrics
                 if held_out is not None and (step % every == 0 or step == total):
-                    logprobs = np.where(
-                        held_out.weights > 0, learner.logprobs(state["params"], held_out), 0.0
-                    )
+                    logprobs = learner.logprobs(state["params"], held_out)
+                    logprobs = np.where(held_out.weights > 0, logprobs, 0.0)
                     metrics["sft/held_out_loss"] = float(-np.sum(held_out.weights * logprobs))
                 metrics["actor/finite"] = float(learner.is_finite(state["params"]))
                 verdict = guards.check(step, metrics)

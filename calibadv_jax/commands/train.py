@@ -83,9 +83,8 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
         if newest >= config.learner.steps:  # services take minutes to start, and may be away by now
             console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
             return
-        workers = " and vLLM workers" + ("" if config.sampler.urls else ", for minutes (vllm_worker_*.log)")
-        awaited = "the retriever" + (workers if config.sampler.name == "vllm" else "")
-        with console.phase(f"waiting for {awaited}", announce=True):
+        workers = " and vLLM workers (vllm_worker_*.log)" if config.sampler.name == "vllm" else ""
+        with console.phase(f"waiting for the retriever{workers}", announce=True):
             check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
             context = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
             rollouts = stack.enter_context(context)
@@ -130,8 +129,6 @@ def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
     with open_writers(state) as (record, writer):
         with console.phase("publishing the policy"):
             state.publish()  # before the first step, so that a broken path fails at the start
-        if state.step < total:
-            console.note("the first step compiles; the steps after it are faster")
         while state.step < total:
             with Step(state, writer, stop, first) as step:
                 groups = step.probe(step.roll_out())

@@ -41,10 +41,7 @@ def newest_start(run: Path) -> Start | None:
     if not paths:
         return None
     path, hashes = paths[-1], paths[-1].with_suffix(".json")
-    values = read_config(path)
-    if values is None:
-        way_out = "remove it, and the start before it counts; or write the run's config there"
-        raise UserError(f"{path}: empty or cut off; {way_out} (calibadv train --config FILE --dry-run)")
+    values = read_config(path, "remove it, and the start before it counts")
     identity = read_json(hashes, "remove it, and its hashes count as lost") if hashes.is_file() else {}
     return Start(path, rebase_paths(values, run), identity)
 
@@ -65,16 +62,14 @@ def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
     write_text(path, config)
 
 
-def read_config(path: Path) -> dict[str, Any] | None:
-    """Return the nested values of a kept config; None if the file is damaged."""
+def read_config(path: Path, way_out: str) -> dict[str, Any]:
+    """Return the nested values of a kept config; raise UserError, which ends with `way_out`, if damaged."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        return None
-    if not isinstance(values, dict):
-        return None
-    if not all(isinstance(section, dict | list) for section in values.values()):
-        return None
+        values = None
+    if not isinstance(values, dict) or not all(isinstance(each, dict | list) for each in values.values()):
+        raise UserError(f"{path}: empty or cut off (was the disk full?); {way_out}")
     drop_removed(values)
     return values
 

@@ -147,7 +147,7 @@ def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
 
 def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
     """Return a peer's key of this whole name, else a key of this name in the section, a peer's key by the end
-    of its name, a key of this name elsewhere, or a similar name: in the section, anywhere."""
+    of its name, a key of this name elsewhere, or a similar name in the section."""
     dotted = dotted.lstrip("+")  # Hydra's mark of a key that is added
     section, _, name = dotted.rpartition(".")
     top = section.partition(".")[0]
@@ -161,13 +161,8 @@ def _hint(dotted: str, is_section: bool, siblings: dict[str, Any]) -> str:
         return _of_peers(peers)
     if name in keys:
         return _question(inside or keys[name])
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
-        return _question([f"{section}.{near[0]}".lstrip(".")])
-    if top not in _fields(Config) and any(key.name.startswith(f"{top}.") for key in peer_keys()):
-        return ""  # a rare key of another trainer: a similar name means something else
-    if near := difflib.get_close_matches(name, sorted(keys), n=1, cutoff=0.75):
-        return _question(keys[near[0]])
-    return ""
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    return _question([f"{section}.{near[0]}".lstrip(".")]) if near else ""
 
 
 def _question(keys: list[str]) -> str:
@@ -176,11 +171,9 @@ def _question(keys: list[str]) -> str:
 
 def _of_peers(peers: list[PeerKey]) -> str:
     """``did you mean 'loss.clip_low' and 'loss.clip_high'? (verl: docs/coming_from.md)``"""
-    trainers = ", ".join(dict.fromkeys(peer.trainer for peer in peers if peer.trainer))
-    page = f"{trainers}: {PEER_PAGE}" if trainers else ""
-    notes = "; ".join(list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3])
-    if not peers[0].keys:
-        return f"it has no counterpart: {notes}" + (f" ({page})" if page else "")
     keys = list(dict.fromkeys(" and ".join(map(repr, peer.keys)) for peer in peers))[:3]
-    details = "; ".join(filter(None, (notes, page)))
-    return f"did you mean {' or '.join(keys)}?{f' ({details})' if details else ''}"
+    details = list(dict.fromkeys(peer.note for peer in peers if peer.note))[:3]
+    if trainers := ", ".join(dict.fromkeys(peer.trainer for peer in peers if peer.trainer)):
+        details.append(f"{trainers}: {PEER_PAGE}")
+    answer = f"did you mean {' or '.join(keys)}?" if peers[0].keys else "it has no counterpart"
+    return f"{answer} ({'; '.join(details)})" if details else answer

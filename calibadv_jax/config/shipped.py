@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,7 +30,6 @@ def find_config(path: Path) -> Path:
 
 
 def headline(name: str) -> str:
-    """Return the first sentence of the comment at the head of a shipped config."""
-    lines = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8").splitlines()
-    comment = itertools.takewhile(lambda line: len(line) > 1 and line[0] == "#", lines)
-    return re.split(r"(?<=\.) ", " ".join(line[1:].strip() for line in comment))[0].rstrip(":")
+    """Return the first line of a shipped config, a comment."""
+    text = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+    return text.partition("\n")[0].removeprefix("# ")

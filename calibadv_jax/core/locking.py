@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shlex
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -19,7 +16,6 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 LOCK = ".lock"  # in the folder of a run
 # Errors of file systems without locks: NFS without its lock service, Lustre mounted without flock.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-LONGEST_COMMAND = 200  # characters
 
 _held: dict[Path, int] = {}  # files that this process has locked
 _guard = threading.Lock()
@@ -47,7 +43,6 @@ def locked(path: Path, setting: str, warn: Callable[[str], None]) -> Iterator[No
     with _guard:
         is_first = place not in _held
         if is_first:
-            folder_is_new = not place.parent.exists()
             _held[place] = _take(place, setting, warn)
     try:
         yield
@@ -56,9 +51,6 @@ def locked(path: Path, setting: str, warn: Callable[[str], None]) -> Iterator[No
             if is_first and place in _held:  # not in a copy of the process that took it
                 # Before the release: a process that finds the file must find it locked.
                 place.unlink(missing_ok=True)
-                if folder_is_new:
-                    with suppress(OSError):  # something was written there
-                        place.parent.rmdir()
                 os.close(_held.pop(place))
 
 
@@ -67,8 +59,6 @@ def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:
-            continue  # its owner has just removed the folder that it made
         except OSError as error:
             reason = f"{one_line(error)}: {error.filename}"
             raise UserError(f"{setting} cannot be written ({reason}); choose another folder") from error
@@ -93,12 +83,9 @@ def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
 
 
 def _sign(file: int) -> None:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({' '.join(command.split())})"
     with suppress(OSError):  # the lock holds on a full disk too
         os.ftruncate(file, 0)
-        os.pwrite(file, text.encode(errors="replace"), 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _forget() -> None:

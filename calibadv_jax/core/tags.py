@@ -76,8 +76,6 @@ NOTHING_FOUND = "No results found."  # observation of a search without documents
 # Of JSON: a pair of surrogates, a lone one (group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _OPEN_THINK = re.compile(r"<(think)>")
-_ANY_TAG = re.compile(r"<\s*+/?+\s*+[A-Za-z]\w*+[^<>]*+>")
-_LONGEST_TAG = 40  # letters of an unknown tag in a message
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
 _INVALID_NOTICE = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
 _REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
@@ -190,14 +188,15 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
         if not opened and tag.startswith("</"):
             return f"{tag} closes nothing"
         if not opened and before.strip():
-            return _stray(before, f"before {tag}", text, grammar)
+            return f"text before {tag}" if grammar.opens_action.search(text) else _no_action(grammar)
         if not opened:
             names.append(tag.strip("<>"))
         opened = "" if opened else names[-1]
     if opened:
         return f"<{opened}> is not closed"
     if ending.strip():
-        return _stray(ending, f"after </{names[-1]}>" if names else "", text, grammar)
+        has_action = grammar.opens_action.search(text)
+        return f"text after </{names[-1]}>" if has_action else _no_action(grammar)
     actions = [f"<{name}>" for name in names if name != "think"]
     if names == ["think", kind]:
         return ""
@@ -205,26 +204,14 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
         return "<information> is for the environment alone"
     if len(actions) != 1:
         return f"{len(actions)} actions: {', '.join(actions)}" if actions else _no_action(grammar)
-    if names[0] != "think":
-        return f"no <think> before {actions[0]}"
-    if len(names) > 2:
-        return "more than one <think>"
+    if names[0] != "think" or len(names) > 2:
+        return f"not exactly one <think> before {actions[0]}"
     return f"{actions[0]} is empty" if kind == "invalid" else f"{actions[0]} in a turn of kind {kind}"
 
 
-def _stray(stray: str, where: str, text: str, grammar: Grammar) -> str:
-    if unknown := _ANY_TAG.search(stray):
-        tag = " ".join(unknown[0][:_LONGEST_TAG].split())
-        return f"unknown action {tag}: there are {_listed(grammar)}, written exactly so"
-    return f"text {where}" if grammar.opens_action.search(text) else _no_action(grammar)
-
-
 def _no_action(grammar: Grammar) -> str:
-    return f"no action: none of {_listed(grammar)}"
-
-
-def _listed(grammar: Grammar) -> str:
-    return ", ".join(f"<{name}>" for name in (*grammar.actions, "answer"))
+    tags = (f"<{name}>" for name in (*grammar.actions, "answer"))
+    return f"no action: none of {', '.join(tags)}"
 
 
 def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:

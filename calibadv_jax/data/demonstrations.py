@@ -153,11 +153,9 @@ def _messages(value: Any, key: str, where: str) -> list[tuple[str, str, bool]]:
     for number, item in enumerate(value if isinstance(value, list) else [], 1):
         role = ROLES.get(str(item.get(role_key))) if isinstance(item, dict) else None
         if role is None or not isinstance(item.get(text_key), str):
-            raise UserError(
-                f"{where}: message {number} of {key!r} must be an object with {role_key!r}"
-                f" ({', '.join(ROLES)}) and a text {text_key!r}, got {str(item)[:80]!r}; write a tool call as"
-                " <search> query </search>"
-            )
+            form = f"an object with {role_key!r} ({', '.join(ROLES)}) and a text {text_key!r}"
+            fault = f"message {number} of {key!r} must be {form}, got {str(item)[:80]!r}"
+            raise UserError(f"{where}: {fault}; write a tool call as <search> query </search>")
         messages.append((role, well_formed(item[text_key]), item.get("weight", 1) != 0))
     if not messages:
         raise UserError(f"{where}: {key!r} must be a non-empty list, got {str(value)[:80]!r}")

@@ -69,11 +69,8 @@ def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> 
     for layout in LAYOUTS:
         if row.keys() >= set(layout.keys.split()):
             return layout
-    raise UserError(
-        f"{where}: no known layout: the keys are {keys}; give 'id', 'question' and 'golden_answers', or name"
-        " the columns (calibadv prepare-data --question KEY --answer KEY, or data.columns.question and"
-        " data.columns.answer); docs/data.md lists the known layouts"
-    )
+    advice = "name the columns (--question, --answer; data.columns); docs/data.md lists the known layouts"
+    raise UserError(f"{where}: no known layout: the keys are {keys}; {advice}")
 
 
 def without_nan(value: Any) -> Any:
@@ -151,10 +148,8 @@ def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
     lines = [line.strip() for line in text.split("<|")[0].splitlines() if line.strip()] or [""]
     is_cut = not lines[0].endswith("?") and any(line.endswith("?") for line in lines[1:])
     if is_cut or _INSTRUCTION.search(lines[0]):
-        raise UserError(
-            f"{where}: key 'question' is missing, and in the prompt it cannot be separated from the"
-            f" instructions ({text.strip()[:80]!r}); add the key"
-        )
+        fault = "key 'question' is missing, and in the prompt it cannot be separated from the instructions"
+        raise UserError(f"{where}: {fault} ({text.strip()[:80]!r}); add the key")
     return lines[0]
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from calibadv_jax.data.files import Sources, find_files, read_rows
 from calibadv_jax.data.layouts import NO_COLUMNS, OURS, Fields, Layout, NoAnswer, layout_of, without_nan
 
 ROLES = ("system", "user", "assistant")
+_message = lru_cache(maxsize=1024)(Message)  # nearly all rows share a prompt: kept once
 _JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
@@ -53,7 +55,6 @@ def read_questions(
     the data_source of rows that name none.
     """
     layout: Layout | None = None
-    prompts: dict[Message, Message] = {}  # nearly all rows share a prompt: kept once
     for number, (where, row) in enumerate(read_rows(path)):
         row = {key: without_nan(value) for key, value in row.items()}
         layout = layout or layout_of(row, where, columns)
@@ -62,7 +63,7 @@ def read_questions(
             if columns.separator:
                 parts = (part.strip() for text in fields.answers for part in text.split(columns.separator))
                 fields = replace(fields, answers=list(dict.fromkeys(filter(None, parts))) or fields.answers)
-            yield where, _question(fields, where, prompts)
+            yield where, _question(fields, where)
         except NoAnswer as reason:
             reason.source = well_formed(str(row.get("data_source") or layout.source or source))
             yield where, reason
@@ -86,10 +87,10 @@ def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: s
 def parse_question(row: dict[str, Any], where: str) -> Question:
     """Return the question of a row in our layout; NoAnswer without a golden answer, else UserError."""
     row = {key: without_nan(value) for key, value in row.items()}
-    return _question(OURS.read(row, where), where, {})
+    return _question(OURS.read(row, where), where)
 
 
-def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Question:
+def _question(fields: Fields, where: str) -> Question:
     name = str(fields.id) if type(fields.id) is int else fields.id  # as in many published files
     values = {"id": name, "question": fields.question, "data_source": fields.data_source}
     for key, value in values.items():
@@ -98,7 +99,7 @@ def _question(fields: Fields, where: str, prompts: dict[Message, Message]) -> Qu
             raise UserError(f"{where}: {fault}; correct or remove the row")
     name, text, source = map(well_formed, values.values())
     answers, supporting = map(well_formed, fields.answers), map(well_formed, map(str, fields.supporting))
-    prompt = _parse_prompt(fields.prompt, text, where, prompts)
+    prompt = _parse_prompt(fields.prompt, text, where)
     return Question(name, text, tuple(answers), source, tuple(supporting), prompt)
 
 
@@ -107,11 +108,9 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
     lines = []
     count = f"of {len(questions)} questions have a golden answer"
     if empty := [item for item in questions if not all(map(normalise_answer, item.golden_answers))]:
-        hopeless = sum(not any(map(normalise_answer, question.golden_answers)) for question in empty)
         example = f"{empty[0].golden_answers} of {empty[0].id!r}"
         fault = f"{key}: {len(empty)} {count} that normalises to nothing, such as {example}"
-        way_out = "calibadv prepare-data leaves these answers out"
-        lines.append(f"{fault}; {hopeless} have no other: no answer to them is right; {way_out}")
+        lines.append(f"{fault}; calibadv prepare-data leaves these answers out")
     if joined := list(filter(is_joined, questions)):
         example = f"{joined[0].golden_answers[0]!r} of {joined[0].id!r}"
         fault = f"{key}: {len(joined)} {count} with a separator in it, such as {example}"
@@ -125,9 +124,7 @@ def is_joined(question: Question) -> bool:
     return len(question.golden_answers) == 1 and bool(_JOINED.search(question.golden_answers[0]))
 
 
-def _parse_prompt(
-    value: Any, question: str, where: str, prompts: dict[Message, Message]
-) -> tuple[Message, ...]:
+def _parse_prompt(value: Any, question: str, where: str) -> tuple[Message, ...]:
     """Return messages of a text or chat, split at the question."""
     if value is None or value == []:
         return ()
@@ -137,12 +134,9 @@ def _parse_prompt(
     for item in value if isinstance(value, list) else [value]:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if role not in ROLES or not isinstance(content, str):
-            raise UserError(
-                f"{where}: field 'prompt' must be text or a list of objects with 'role' ({', '.join(ROLES)})"
-                f" and a text 'content', got {str(item)[:80]!r}; correct or remove it"
-            )
-        message = Message(role, tuple(well_formed(content).split(question)))
-        messages.append(prompts.setdefault(message, message))
+            form = f"text or a list of objects with 'role' ({', '.join(ROLES)}) and a text 'content'"
+            raise UserError(f"{where}: field 'prompt' must be {form}, got {str(item)[:80]!r}; remove it")
+        messages.append(_message(role, tuple(well_formed(content).split(question))))
     if messages[-1].role != "user":
         fault = f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}"
         raise UserError(f"{fault}; remove what follows the user's last message, which the policy answers")

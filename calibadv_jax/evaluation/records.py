@@ -154,15 +154,13 @@ class RowFile:
     def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):
         self.path, self.evaluation = path, evaluation
         self.rows: dict[RowKey, ScoredRow] = {}  # without transcripts
-        self.foreign_lines = 0  # of another evaluation
         self._offsets: dict[RowKey, int] = {}  # bytes before a row's line
         contents = {(question.data_source, question.id, _content(question)) for question in questions}
         rows = _read(path, may_be_cut=True) if path.is_file() else ()
         for offset, row in rows:
             is_same = (row["data_source"], row["id"], row["content"]) in contents
-            if row["evaluation"] != evaluation:
-                self.foreign_lines += 1
-            elif is_same and all(attempt["error"] is None for attempt in row["trajectories"]):
+            is_whole = all(attempt["error"] is None for attempt in row["trajectories"])
+            if row["evaluation"] == evaluation and is_same and is_whole:
                 self._note(row, offset)
 
     def start(self) -> None:

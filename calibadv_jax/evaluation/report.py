@@ -141,10 +141,9 @@ def scores_of(rows: Sequence[ScoredRow], metric: str) -> np.ndarray:
 
 def unanswered(means: Means) -> list[str]:
     """Return a line for each temperature at which no trajectory answered."""
+    advice = "teach the format (calibadv sft), or raise rollout.max_turn_length and rollout.max_length"
     return [
-        f"temperature {temperature}: nobody answered, so that these scores tell nothing of what the policy"
-        " knows: it does not keep to the format (teach it: calibadv sft), or its turns are cut"
-        " (rollout.max_turn_length, rollout.max_length)"
+        f"temperature {temperature}: nobody answered; {advice}"
         for temperature, sources in means.items()
         if sources[ALL].get("answered") == 0
     ]

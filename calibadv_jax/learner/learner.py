@@ -112,7 +112,6 @@ class Learner:
         self._logprobs = jax.jit(lambda *arguments: self._values(*arguments)[0], out_shardings=whole)
         self._norm = jax.jit(optax.tree.norm)
         self._pass: tuple[list[Any], int] = [], 0  # in progress: results of microbatches, and their number
-        self.updates = 0  # of this object, for progress
 
     def init(self, params: Params) -> State:
         """Return the first state. `params` must be in their shardings; the trained ones are donated."""
@@ -145,7 +144,7 @@ class Learner:
                 parts.append(metrics)
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
-        self._pass, self.updates = ([], 0), self.updates + 1
+        self._pass = [], 0
         totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]}
         return state, totals | {name: float(value) for name, value in applied.items()}
 

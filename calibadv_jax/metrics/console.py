@@ -131,7 +131,7 @@ class Console:
     def live(
         self, label: str, unit: str = "", progress: Progress = lambda: (0, 0, ""), part: str = ""
     ) -> Iterator[None]:
-        """Show work until the block ends, with the estimated ends of step and run.
+        """Show work until the block ends, with the estimated end of the run.
 
         Only the innermost block is shown: it is a part of the others. Another thread calls `progress`. `part`
         is the name for `end_step`.
@@ -163,14 +163,13 @@ class Console:
         label, unit, progress, begun = self._open[-1]
         (step, steps), now = self._step, time.monotonic()
         done, total, detail = progress()
-        count, ends, left = f" {done}/{total} {unit}" if total else "", "", ""
-        of_step = (self._typical or 0.0) - (now - self._begun)
-        if self._typical and (of_step > 0 or step < steps):
-            ends = f"run {duration(max(of_step, 0) + (steps - step) * self._typical)}"
-            ends = f" ({duration(of_step)} left, {ends})" if of_step > 0 else f" ({ends})"
+        count, run_left, left = f" {done}/{total} {unit}" if total else "", "", ""
+        if self._typical:
+            of_step = max(self._typical - (now - self._begun), 0)
+            run_left = f" ({duration(of_step + (steps - step) * self._typical)} left)"
         elif done and not steps:
             left = f"{duration((total - done) * (now - begun) / done)} left"
-        start = f"step {step}/{steps}{ends}: " if steps else ""
+        start = f"step {step}/{steps}{run_left}: " if steps else ""
         parts = start + label + count, detail, duration(now - begun), left
         return redact(", ".join(filter(None, parts)))
 

@@ -25,10 +25,7 @@ GUARDS = {
     "min_format_valid": ("reward/format_valid", "the policy left the format"),
     "max_think_repetition": ("rollout/think_repetition", "the policy repeats itself within a turn"),
     "max_sampled_perplexity": ("rollout/sampled_perplexity", "the policy samples improbable tokens"),
-    "max_answer_ratio": (
-        "advantage/answer/ratio_before",
-        "wrong answers are far longer than right answers: hardly anything is reinforced",
-    ),
+    "max_answer_ratio": ("advantage/answer/ratio_before", "wrong answers are far longer than right ones"),
 }
 RATE_KEYS = {"actor": "learner.optimizer.lr", "critic": "critic.optimizer.lr"}
 NUMBERS = "numbers"  # the guard without a threshold: see `Guards`

@@ -6,7 +6,6 @@ terminal.
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,23 +14,14 @@ from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Group, Trajectory
 from calibadv_jax.metrics.console import Console
 
 REPEAT_TIED = 10  # tied steps in a row after which the reason is printed again
-NARROWEST = 60  # columns; a terminal may report fewer, or none
+LONGEST_DOCUMENT = 120  # characters of a document's line
 LONGEST = 1000  # characters of a turn in `transcript`
 
 # Kind of the last turn of a trajectory without an answer ("action": any) -> why there is none, what to try.
 ENDINGS = {
-    "action": (
-        "its last {kind} came after the last one allowed (rollout.max_searches), or found no room",
-        "raise rollout.max_searches or rollout.max_length",
-    ),
-    "invalid": (
-        "its last turn neither searches nor answers",
-        "teach the format first (calibadv sft), or choose another prompt.template",
-    ),
-    "unfinished": (
-        "its last turn was cut (rollout.max_turn_length, rollout.max_length)",
-        "raise rollout.max_turn_length and rollout.max_length, or teach the format first (calibadv sft)",
-    ),
+    "action": "its last {kind} had no turn or no room left: raise rollout.max_searches or rollout.max_length",
+    "invalid": "its last turn neither searches nor answers: teach the format first (calibadv sft)",
+    "unfinished": "its last turn was cut: raise rollout.max_turn_length or rollout.max_length",
 }
 
 
@@ -81,8 +71,7 @@ def _why_zero(trajectories: Sequence[Trajectory]) -> str:
     kinds = Counter("action" if turn.is_action else turn.kind for turn in last)
     if kinds.total() > len(answered):
         kind = kinds.most_common(1)[0][0]
-        reason, advice = ENDINGS[kind]
-        return f"most do not answer; the most frequent reason: {reason.format(kind=kind)}; {advice}"
+        return f"most do not answer; the most frequent reason: {ENDINGS[kind].format(kind=kind)}"
     if any(not trajectory.format_valid and trajectory.metrics.get("f1") for trajectory in answered):
         way_out = "teach the format first (calibadv sft), or set reward.format=false"
         return f"some answers are right, but all of those in the wrong format: {way_out}"
@@ -116,9 +105,8 @@ def turn_lines(kind: str, think: str, query: str, text: str) -> Iterator[str]:
 
 
 def folded(number: int, document: Document) -> str:
-    """Return number, title and first words of a document, as many as fit a line of the terminal."""
-    width = max(shutil.get_terminal_size().columns, NARROWEST)
-    return cut(f"  [{number}]   {printable(document.title)}: {printable(document.text)}", width)
+    """Return number, title and first words of a document."""
+    return cut(f"  [{number}]   {printable(document.title)}: {printable(document.text)}", LONGEST_DOCUMENT)
 
 
 def ending(trajectory: Trajectory) -> str:
@@ -126,7 +114,7 @@ def ending(trajectory: Trajectory) -> str:
     if trajectory.answer is not None:
         return f"answer  {printable(trajectory.answer)}"
     kind = trajectory.turns[-1].kind
-    return f"no answer: {ENDINGS.get(kind, ENDINGS['action'])[0].format(kind=kind)}"
+    return f"no answer: {ENDINGS.get(kind, ENDINGS['action']).format(kind=kind)}"
 
 
 def cut(line: str, width: int) -> str:

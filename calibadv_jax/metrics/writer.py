@@ -15,8 +15,6 @@ from calibadv_jax.core.files import write_text, written
 if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
     from calibadv_jax.metrics.backends import MetricsBackend
 
-RESERVED = frozenset({"step", "nonfinite"})
-
 
 class MetricsWriter:
     """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands finite values to backends.
@@ -35,9 +33,7 @@ class MetricsWriter:
         self._file = self._repaired(start_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row; ValueError if a name is reserved, TypeError if a value is not a scalar."""
-        if reserved := RESERVED & metrics.keys():
-            raise ValueError(f"metric names {sorted(reserved)} are reserved")
+        """Write one row; TypeError if a value is not a scalar."""
         # Scalars of any type, arrays of one element included.
         values = {n: int(v) if isinstance(v, numbers.Integral) else float(v) for n, v in metrics.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]

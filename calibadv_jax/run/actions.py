@@ -16,7 +16,7 @@ from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
 from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.observation import decode, encode
-from calibadv_jax.rollout.prompts import ACTIONS, FROM_DATA
+from calibadv_jax.rollout.prompts import ACTIONS
 
 DEFAULT = [ToolConfig("search")]
 LOG = "mcp.log"  # in the run's folder: what the programs of MCP servers write to standard error
@@ -95,11 +95,8 @@ def describe_actions(config: Config) -> list[str]:
     lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
     template = config.prompt.template
     if template != "paper" and ACTIONS not in template:
-        source = "the rows' own prompts" if template == FROM_DATA else f"prompt.template={template!r}"
-        advice = f"or the template paper, or {ACTIONS} in a template of your own, lists them"
-        lines.append(
-            f"  the prompt lists none of them ({source}): the policy must know them already, {advice}"
-        )
+        advice = f"unless the policy knows them, set prompt.template=paper, or put {ACTIONS} in your template"
+        lines.append(f"  the prompt lists none of them: {advice}")
     return lines
 
 

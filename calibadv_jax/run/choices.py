@@ -1,9 +1,9 @@
-"""Describe the choices of a config: rewards, credit, loss, questions, actions, processes."""
+"""Describe the choices of a config: rewards, credit, loss, actions, processes."""
 
 from __future__ import annotations
 
 from calibadv_jax.advantages.estimators import describe
-from calibadv_jax.config import Config, LoraConfig
+from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.hosts.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
@@ -19,11 +19,9 @@ def describe_choices(config: Config) -> list[str]:
     _check_something_is_learned(config)
     return [
         *describe(config.advantage),
-        *_describe_critic(config),
         *check_loss(config.loss),
         *describe_actions(config),
         *check_reward(config.reward),
-        *describe_adapters(config.policy.lora),
         *describe_processes(config),
     ]
 
@@ -37,29 +35,6 @@ def _check_something_is_learned(config: Config) -> None:
         raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if rollout.group_size == 1 and credit.is_calibrated and balances and credit.adjust != "clip":
-        raise UserError(
-            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
-            " every answer would have the advantage 0; set rollout.group_size to 2 or more, or advantage.name"
-            " to an estimator that compares none, such as gae"
-        )
-
-
-def _describe_critic(config: Config) -> list[str]:
-    if not config.advantage.has_critic:
-        return []
-    rate = config.critic.optimizer.lr
-    return [
-        "critic ON: a second model of the policy's size, with an optimizer of its own (learning rate"
-        f" {rate:g}), is trained in every step, and asked for its values before every update"
-    ]
-
-
-def describe_adapters(lora: LoraConfig) -> list[str]:
-    """Return a line on the adapters that are trained; none without adapters."""
-    if not lora.rank:
-        return []
-    begun = f", which begin as those of {lora.init_from}" if lora.init_from else ""
-    return [
-        f"adapters ON: rank {lora.rank}, alpha {lora.alpha:g} at {', '.join(lora.targets)}{begun};"
-        f" the base stays as it is, in {lora.base_dtype}"
-    ]
+        fault = "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question"
+        way_out = "set it to 2 or more, or advantage.name to an estimator that compares none, such as gae"
+        raise UserError(f"{fault}: every answer would have the advantage 0; {way_out}")

@@ -123,9 +123,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
         reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
-            fault = "its tokenizer is a program of its own (auto_map in tokenizer_config.json)"
             advice = "set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
-            reason = f"{fault}, which is never run; {advice}"
+            reason = f"its tokenizer is a program of its own (auto_map), which is never run; {advice}"
         raise UserError(f"{folder}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
@@ -137,11 +136,8 @@ def _check_round_trip(tokenizer: Any, folder: Path) -> None:
     if changed := changed_probe(tokenizer):
         text, decoded = changed
         fault = f"the tokenizer, read as {type(tokenizer).__name__}, loses text: {text!r} becomes {decoded!r}"
-        advice = "set policy.tokenizer to another folder"
-        if type(tokenizer) is not BACKEND:
-            place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
-            advice = f"set {place}, or policy.tokenizer to another folder"
-        raise UserError(f"{folder}: {fault}; {advice}")
+        place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
+        raise UserError(f"{folder}: {fault}; set {place}, or policy.tokenizer to another folder")
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
             fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
@@ -261,10 +257,7 @@ class PolicySource:
     step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
 
     def __str__(self) -> str:
-        if self.kind == "checkpoint":
-            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
-            return f"{which} in {self.path}"
-        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
+        return f"{self.kind} {self.path}" + ("" if self.step is None else f", step {self.step}")
 
     @property
     def model_folder(self) -> Path:

@@ -116,9 +116,8 @@ class RunState:
     def _note_scores(self, groups: Sequence[Group]) -> dict[str, float]:
         metrics, reward, replaced = {}, self.config.reward, self.stream.replaced
         for group in groups:
-            self.questions.note(
-                group.question.id, [trajectory.relative_score for trajectory in group.trajectories]
-            )
+            scores = [trajectory.relative_score for trajectory in group.trajectories]
+            self.questions.note(group.question.id, scores)
         for group in replaced:
             scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
             self.questions.note(group.question.id, scores)

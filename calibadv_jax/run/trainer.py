@@ -18,7 +18,7 @@ from calibadv_jax.hosts.exchange import ALONE, Hosts
 from calibadv_jax.learner.batching import content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss
-from calibadv_jax.learner.optimizer import schedule_of, step_updates
+from calibadv_jax.learner.optimizer import schedule_of
 from calibadv_jax.learner.step import Learned, learn, make_sample
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.transformer import Params
@@ -49,7 +49,6 @@ class Trainer:
         self.loss = policy_loss(config)
         self.reference: Params | None = None  # makes the learner's base the policy that the run begins with
         self.critic: Critic | None = None
-        self._mini_batches = 0, 0  # the learner's updates before the step; mini-batches of the step
 
     def begin(self, is_fresh: bool) -> State:
         """Load reference and critic, and return the state that the run begins with.
@@ -97,7 +96,6 @@ class Trainer:
         if self.critic is None or step >= self.config.critic.warmup_steps:
             rng = random_state(seed, step, "minibatches")
             reference = self.reference if self.config.loss.kl_coef else None
-            self._mini_batches = self.learner.updates, step_updates(self.config.learner, len(trained))
             learned = learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)
         untrained = sum(len(group.attempts) for group in groups) - len(trained)
         metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
@@ -113,9 +111,8 @@ class Trainer:
         return UpdateResult(learned.state, metrics, logprobs, sum(len(sample.tokens) for sample in trained))
 
     def progress(self) -> tuple[int, int, str]:
-        """Return the computed microbatches, of how many, and the policy's mini-batch, for `Console.live`."""
-        (done, total), (before, number) = self.learner.microbatches(), self._mini_batches
+        """Return the computed microbatches, of how many, and no detail, for `Console.live`."""
+        done, total = self.learner.microbatches()
         if self.critic and not total:
             done, total = self.critic.learner.microbatches()
-        mini_batch = self.learner.updates - before + 1
-        return done, total, f"mini-batch {mini_batch}/{number}" if mini_batch <= number else ""
+        return done, total, ""

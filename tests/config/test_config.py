@@ -103,13 +103,12 @@ ON_COMMAND_LINE = [
         # unknown keys
         ("learner: {step: 3}", "unknown key 'learner.step'; did you mean 'learner.steps'?"),
         ("rollout: {grop_size: 5}", "did you mean 'rollout.group_size'?"),
-        ("run: {microbatch_row: 5}", "did you mean 'learner.microbatch_rows'?"),
         ("sft: {phases: {first: {steps: 5}}}", "unknown key 'sft.phases.first.steps'"),
         ("optimizer: {lr: 1}", OPTIMIZERS.format("")),
         ("reward: {model: judge}", "did you mean 'reward.judge.model'?"),
         ("sft: {phases: [{steps: 5}, {step: 5}]}", "unknown key 'sft.phases.1.step'; did you mean"),
         ("xyzzy: {}", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
-        ("policy: {lora: {dropout: 0.1}}", "'policy.lora.dropout'; it has no counterpart: with dropout"),
+        ("policy: {lora: {dropout: 0.1}}", "'policy.lora.dropout'; it has no counterpart (with dropout"),
     ],
 )
 def test_mistake_in_file_names_key_and_hint(tmp_path, text, part):

@@ -51,7 +51,7 @@ def holder(tmp_path):
 
 
 def test_second_process_reads_the_owner(tmp_path, holder):
-    owner = f"process {holder[0].pid} on {os.uname().nodename} since 2.*\\(-c "
+    owner = f"process {holder[0].pid} on {os.uname().nodename};"
     with pytest.raises(EnvironmentFailure, match=f"^run.dir={tmp_path}/run is in use by {owner}") as caught:
         locked_run(tmp_path / "run", silent).__enter__()
     assert "\n" not in str(caught.value)
@@ -88,18 +88,12 @@ def test_forked_copy_neither_holds_nor_releases(tmp_path):
     assert process.exitcode == other.exitcode == 0
 
 
-def test_outermost_block_releases_and_removes_empty_folder(tmp_path):
-    (tmp_path / "earlier").mkdir()
-    for name in ("empty", "filled", "earlier"):
-        folder = tmp_path / name
-        with locked_run(folder, silent):
-            with suppress(ValueError), locked_run(folder, silent):
-                raise ValueError
-            assert (folder / ".lock").exists()
-            if name == "filled":
-                (folder / "metrics.jsonl").touch()
-    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
-    assert names == {"filled", "filled/metrics.jsonl", "earlier"}
+def test_outermost_block_releases(tmp_path):
+    with locked_run(tmp_path, silent):
+        with suppress(ValueError), locked_run(tmp_path, silent):
+            raise ValueError
+        assert (tmp_path / ".lock").exists()
+    assert not any(tmp_path.iterdir())
 
 
 def test_output_is_locked_beside_its_name_on_a_full_disk(tmp_path, monkeypatch):
@@ -126,19 +120,6 @@ def test_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
         locked_run(tmp_path, silent).__enter__()
     with locked_run(tmp_path, silent), pytest.raises(BlockingIOError), (tmp_path / ".lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_vanished_folder_is_made_again(tmp_path, monkeypatch):
-    folder, real = tmp_path / "run", os.open
-
-    def late(*arguments):
-        monkeypatch.setattr(os, "open", real)
-        folder.rmdir()  # by its owner, which had made it
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "open", late)
-    with locked_run(folder, silent):
-        assert (folder / ".lock").is_file()
 
 
 def test_replaced_lock_file_is_locked_again(tmp_path, monkeypatch):

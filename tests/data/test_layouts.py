@@ -276,7 +276,7 @@ def test_answers_that_cannot_be_right_are_named():
     questions = [Question(str(n), f"q{n}", golden, "x") for n, golden in enumerate(answers)]
     empty, joined = answer_warnings(questions, "data.train")
     assert empty.startswith("data.train: 2 of 5 questions have a golden answer that normalises to nothing")
-    assert "('A',) of '0'; 1 have no other" in empty
+    assert "('A',) of '0'; calibadv prepare-data" in empty
     assert joined.startswith("data.train: 1 of 5 questions have a golden answer with a separator in it")
     assert answer_warnings(questions[4:], "data.train") == []
 

@@ -91,10 +91,8 @@ def test_transcripts_stay_on_disk(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
 
 
-def test_foreign_and_damaged_lines(tmp_path):
-    path = write_rows(tmp_path / "e.jsonl", *(row(n, evaluation=name) for n, name in enumerate("xey")))
-    assert RowFile(path, "e", [QUESTION]).foreign_lines == 2
-    write_rows(path, row(1), "{", row(2))
+def test_damaged_line_is_named(tmp_path):
+    path = write_rows(tmp_path / "e.jsonl", row(1), "{", row(2))
     with pytest.raises(UserError, match=r"e.jsonl:2: not valid JSON .*; remove the file, or the line"):
         RowFile(path, "e", [QUESTION])
 

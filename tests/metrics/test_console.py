@@ -78,8 +78,8 @@ def test_line_shows_progress_and_ends(clock):
     assert lines.pop(0) == "loading 1/4 parts, 10 s, 30 s left"
     assert [line.split(work) for line in lines] == [
         *(["step 1/9", "40 s"], ["step 1/9", "2 min"], ["step 2/9", "40 s"], ["step 2/9", "2 min"]),
-        *(["step 8/9 (60 s left, run 3 min)", "40 s"], ["step 8/9 (run 2 min)", "2 min"]),
-        *(["step 9/9 (60 s left, run 60 s)", "40 s"], ["step 9/9", "2 min"]),
+        *(["step 8/9 (3 min left)", "40 s"], ["step 8/9 (2 min left)", "2 min"]),
+        *(["step 9/9 (60 s left)", "40 s"], ["step 9/9 (0 s left)", "2 min"]),
     ]
 
 

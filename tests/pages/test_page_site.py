@@ -104,7 +104,7 @@ def content(tmp_path, tokenizer):
 
 def test_invalid_turns_and_formats_say_why(content, tokenizer, small_group):
     group = small_group()
-    unknown = "unknown action <browse>: there are <search>, <answer>, written exactly so"
+    unknown = "no action: none of <search>, <answer>"
     flaws = {"<search> amber": "<search> is not closed", "<browse> amber </browse>": unknown}
     flaws |= {"<search> </search>": "<search> is empty"}
     for trajectory, text in zip(group.trajectories, flaws, strict=False):

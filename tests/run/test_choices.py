@@ -6,8 +6,7 @@ import pytest
 from config_rig import changed
 
 from calibadv_jax.advantages.estimators import describe
-from calibadv_jax.config import Config, LoraConfig
-from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.run.choices import describe_choices
@@ -17,15 +16,9 @@ def choices(**sections):
     return describe_choices(changed(**sections))
 
 
-def test_optional_features_are_described_when_on():
+def test_credit_and_loss_are_described():
     plain = Config()
     assert choices() == [*describe(plain.advantage), *check_loss(plain.loss)]
-    adapters = choices(policy={"lora": LoraConfig(rank=8, targets=["q", "v"])})[-1]
-    assert adapters == "adapters ON: rank 8, alpha 32 at q, v; the base stays as it is, in bfloat16"
-    text = "\n".join(choices(advantage={"name": "gae"}))
-    assert "critic ON" in text and "learning rate 1e-05" in text
-    for checks in (doctor.CHECKS, doctor.OFFLINE_CHECKS):
-        assert dict(checks)["calibration"] is describe_choices
 
 
 ALONE = {"group_size": 1}

@@ -167,7 +167,7 @@ def test_unknown_key_or_unusable_folder_is_refused(run):
     assert refuses(run, "'learner.lr', which is no key", "checkpoint.allow_change=[learner.lr]")
     damaged, metrics = run.folder / "configs/1.yaml", run.folder / "metrics.jsonl"
     damaged.touch()
-    assert refuses(run, "1.yaml: empty or cut off; remove it")
+    assert refuses(run, "1.yaml: empty or cut off .*; remove it")
     damaged.unlink()
     metrics.write_bytes(b'{"step": 1}\n\xff\xfe\x00\n')
     assert refuses(run, r"metrics.jsonl:2: not a row of metrics; remove the line")
@@ -209,17 +209,6 @@ def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
     ):
         with pytest.raises(UserError, match=rf"other settings \({key}"):
             check_cold_start(other)
-
-
-def test_steps_trained_again_are_reported(run):
-    run()
-    trained(run, 8)
-    assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
-    (run.folder / "checkpoints/6").mkdir(parents=True)
-    output = run()
-    assert output == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
-    trained(run, 6)
-    assert run() == ""
 
 
 def test_lost_hashes_can_be_accepted(run):
