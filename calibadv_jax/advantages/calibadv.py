@@ -3,7 +3,7 @@
 Silver documents are the documents that a group's best trajectories saw. A search is correct as far as it
 newly shows some. Soft penalty: a losing trajectory's correct search gets a smaller negative advantage.
 Rebalance: within a group the positive and negative advantage of the answer turns (the last sampled turns,
-whatever their kind) is brought to a given ratio. Variants of the authors' code stand below the paper's rule.
+whatever their kind) is brought to a given ratio. Variants of the authors' code soften and balance otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.advantages.credit import (
     GroupCredit,
-    answer_mass,
     last_sampled_turn,
     search_turns,
     side_factors,
@@ -55,9 +54,7 @@ def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[G
         credits = [_soften(credit) for credit in credits]
         if config.softening != "plain":
             credits = [_soften_variant(credit, config.softening) for credit in credits]
-    if config.rebalance and any(key != "softening" for key in variant_keys(vars(config))):
-        return _rebalance_variant(credits, config)
-    return [_rebalance(credit, config) if config.rebalance else credit for credit in credits]
+    return _rebalance(credits, config) if config.rebalance else list(credits)
 
 
 def _soften(credit: GroupCredit) -> GroupCredit:
@@ -70,16 +67,6 @@ def _soften(credit: GroupCredit) -> GroupCredit:
         turns.append(np.where(is_softened, advantages * (1 - correctness), advantages))
         softened.append(is_softened)
     return replace(credit, turns=turns, softened=softened)
-
-
-def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
-    """Rescale one side of the answer turns until |negative| / positive sum over their tokens is λ."""
-    factors = side_factors(*answer_mass(credit.group, credit.answer_advantages()), config)
-    turns = [advantages.copy() for advantages in credit.turns]
-    for trajectory, advantages in zip(credit.group.trajectories, turns, strict=True):
-        if (answer := last_sampled_turn(trajectory)) is not None:
-            advantages[answer] *= factors[0 if advantages[answer] > 0 else 1]
-    return replace(credit, turns=turns)
 
 
 # --- Silver documents and correctness ---
@@ -171,7 +158,7 @@ def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
     return limit >= 0 and Levenshtein.distance(words, earlier, score_cutoff=limit) <= limit
 
 
-# --- Variants of the authors' code ---
+# --- Variants of the soft penalty, of the authors' code ---
 
 
 def _soften_variant(credit: GroupCredit, softening: str) -> GroupCredit:
@@ -202,8 +189,14 @@ def _always_correct_searches(credit: GroupCredit) -> Iterator[tuple[int, int]]:
             yield from places
 
 
-def _rebalance_variant(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
-    """Bring each set of turns that are balanced together to the target ratio."""
+# --- Rebalance ---
+
+
+def _rebalance(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
+    """Bring |negative| / positive sum over the tokens of each set of turns to λ, the target ratio.
+
+    In the paper the answer turns of a group are a set.
+    """
     turns = [[advantages.copy() for advantages in credit.turns] for credit in credits]
     # Group (0: the step) and number -> for each turn its trajectory's advantages, its index, its tokens.
     sets: dict[tuple[int, int], list[tuple[np.ndarray, int, int]]] = {}

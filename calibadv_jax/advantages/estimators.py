@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -203,20 +204,16 @@ def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
     """Return (value - mean) / (std + 1e-6) among a group's turns of one label; 0 for a turn that is alone."""
-    by_label: dict[Hashable, list[tuple[int, int]]] = {}
-    for position, of_trajectory in enumerate(labels):
-        for index, label in enumerate(of_trajectory):
-            by_label.setdefault(label, []).append((position, index))
-    results = [np.zeros(len(turns)) for turns in values]
+    joined = np.concatenate(values)
+    by_label: dict[Hashable, list[int]] = {}
+    for place, label in enumerate(chain.from_iterable(labels)):
+        by_label.setdefault(label, []).append(place)
+    results = np.zeros(len(joined))
     for places in by_label.values():
-        members = np.array([values[position][index] for position, index in places])
-        if len(members) < 2:
-            continue
-        mean, std = mean_and_std(members)
-        divisor = std + EPSILON if config.normalize_std else 1.0
-        for position, index in places:
-            results[position][index] = (values[position][index] - mean) / divisor
-    return results
+        if len(places) > 1:
+            mean, std = mean_and_std(joined[places])
+            results[places] = (joined[places] - mean) / (std + EPSILON if config.normalize_std else 1.0)
+    return np.split(results, np.cumsum([len(turns) for turns in values])[:-1])
 
 
 def by_number(values: ByTurn, config: AdvantageConfig) -> ByTurn:

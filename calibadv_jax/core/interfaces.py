@@ -61,9 +61,11 @@ class Sampler(Closable, Protocol):
 
         Empty if the weights are the learner's own.
         """
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the program's start, by their names in metrics.jsonl."""
+        return {}
 
 
 @dataclass(frozen=True)

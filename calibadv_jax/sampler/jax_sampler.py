@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.interfaces import Completion, Sampler, SamplingParams
 from calibadv_jax.core.stopping import unwaited
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
@@ -49,8 +49,8 @@ class _Request:
         return self.tokens[-1] if self.tokens else self.context[-1]
 
 
-class JaxSampler:
-    """Implements `interfaces.Sampler`; `max_length` tokens has the longest trajectory, prompt included."""
+class JaxSampler(Sampler):
+    """The embedded sampler; `max_length` tokens has the longest trajectory, prompt included."""
 
     def __init__(self, policy: Policy, stops: StopRule, config: SamplerConfig, mesh: Mesh, max_length: int):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
@@ -70,15 +70,6 @@ class JaxSampler:
             raise RuntimeError("weights cannot be swapped while completions are in progress")
         self._version = version
         self._engine.load(published)
-
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        return {}
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None:
-        """Do nothing: there are no connections."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Sample a completion; RuntimeError without weights, ValueError if the context leaves no room."""
