@@ -185,9 +185,7 @@ class Joined(Hosts):
     def share(self, key: str, folder: Path) -> None:
         file = folder / self.first(key, lambda: f".seen_by_all_{secrets.token_hex(8)}")
         try:
-            with self.barrier(key):
-                if self.is_first:
-                    file.touch()
+            self.first(key, file.touch)
             with self.barrier(key):
                 until = time.monotonic() + self._timeout  # a network's file system may be slow
                 while not file.exists():

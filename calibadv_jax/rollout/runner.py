@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from calibadv_jax.config import RolloutConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
@@ -220,7 +221,7 @@ class RolloutStream:
     on-policy training: all groups of a step begin together, and the step waits for all of them.
 
     `begin` starts the rollout of (number, question) in the background; `questions` are endless. Above
-    `max_failed_share` of a step's trajectories `take` raises an error. At most `max_replaced` groups that
+    `max_failed_share` of a step's trajectories `take` raises an error. At most `replace_tied` groups that
     `are_tied` give way to others, a step. `wait_for` waits until one of the running groups is complete.
     """
 
@@ -228,16 +229,16 @@ class RolloutStream:
         self,
         begin: Callable[[int, Question], Future[Group]],
         questions: Iterator[Question],
-        per_step: int,
-        max_staleness: int,
-        max_failed_share: float,
-        max_replaced: int = 0,
+        config: RolloutConfig,
         are_tied: Callable[[Sequence[Group]], Sequence[bool]] = lambda groups: [False] * len(groups),
         wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
-        self._begin, self._questions = begin, questions
-        self.per_step, self.max_staleness, self.max_failed_share = per_step, max_staleness, max_failed_share
-        self._max_replaced, self._are_tied, self._wait_for = max_replaced, are_tied, wait_for
+        self._begin, self._questions, self._are_tied, self._wait_for = begin, questions, are_tied, wait_for
+        self.config, self.per_step, self.max_staleness = (
+            config,
+            config.questions_per_step,
+            config.max_staleness,
+        )
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Started] = {}
@@ -300,7 +301,7 @@ class RolloutStream:
 
     def _replace(self, numbers: Sequence[int]) -> bool:
         """Take out as many tied groups as may be replaced; return whether there was one."""
-        room = self._max_replaced - len(self._replaced)
+        room = self.config.replace_tied - len(self._replaced)
         if room <= 0:
             return False
         are_tied = self._are_tied([self._running[number].future.result() for number in numbers])
@@ -330,6 +331,6 @@ class RolloutStream:
     def _check_failures(self, groups: Sequence[Group]) -> None:
         groups = groups[: self.per_step]
         group_size = max((len(group.attempts) for group in groups), default=0)
-        failures = FailureCount(self.per_step * group_size, self.max_failed_share)
+        failures = FailureCount(self.per_step * group_size, self.config.max_failed_share)
         for group in groups:
             failures.add(group)

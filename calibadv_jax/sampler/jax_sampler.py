@@ -44,10 +44,6 @@ class _Request:
     def length(self) -> int:
         return len(self.context) + len(self.tokens)
 
-    @property
-    def last(self) -> int:
-        return self.tokens[-1] if self.tokens else self.context[-1]
-
 
 class JaxSampler(Sampler):
     """The embedded sampler; `max_length` tokens has the longest trajectory, prompt included."""
@@ -183,7 +179,7 @@ class JaxSampler(Sampler):
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         for slot, request in requests.items():
             sampling = request.sampling
-            last[slot], positions[slot] = request.last, request.length - 1
+            last[slot], positions[slot] = (request.tokens or request.context)[-1], request.length - 1
             room = self.max_length - request.length
             remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
             temperatures[slot], top_p[slot] = sampling.temperature, sampling.top_p
