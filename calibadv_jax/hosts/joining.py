@@ -87,7 +87,7 @@ def describe_processes(config: Config) -> list[str]:
         return []
     if place.count is None or place.address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    check_workers(config.sampler, place.count)
+    own_workers(config.sampler, 0, place.count)
     text = f"this is number {place.index} of {place.count}; they meet at {place.address}"
     return [f"several processes ON: {text}"]
 
@@ -161,7 +161,7 @@ def _check(config: Config, hosts: Joined) -> None:
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
-    check_workers(config.sampler, hosts.count)
+    own_workers(config.sampler, 0, hosts.count)
     with hosts.barrier("devices"):  # so that all end with the same status
         devices = hosts.exchange("devices", jax.local_device_count())
         if len(set(devices)) > 1:
@@ -287,6 +287,8 @@ def _names(indices: Iterable[int]) -> str:
 
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
     """Return `sampler` with the workers of process `index`, and the number before; UserError if too few."""
+    if config.name != "vllm":
+        return config, 0
     total = len(config.urls) or config.workers
     if config.urls and total < count:
         fault = f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes"
@@ -298,9 +300,3 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
     if config.urls:
         return replace(config, urls=config.urls[begin:end]), begin
     return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
-
-
-def check_workers(config: SamplerConfig, count: int) -> None:
-    """Raise as `own_workers` if the sampler has workers."""
-    if config.name == "vllm":
-        own_workers(config, 0, count)

@@ -52,8 +52,7 @@ class JaxSampler(Sampler):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._version = -1  # of no weights
-        sizes = config.slots, max_length, config.prefill_chunk, config.decode_chunk
-        self._engine = CacheEngine(policy, mesh, *sizes)
+        self._engine = CacheEngine(policy, mesh, config, max_length)
         self._slot_of: dict[str, int] = {}
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}

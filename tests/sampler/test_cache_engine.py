@@ -9,7 +9,7 @@ from compiled_rig import collectives
 from sampler_rig import ALONE, CharTokenizer, make_sampler, sample_sessions
 from tiny_policy import SHAPE
 
-from calibadv_jax.config import MeshConfig
+from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy import transformer
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -160,4 +160,5 @@ def test_widths_of_windows(length, halvings, even_widths):
 
 def test_successive_slots_are_of_different_devices(policy):
     devices = make_mesh(MeshConfig(2, 1, 1), jax.devices()[:2])
-    assert engine.CacheEngine(policy, devices, 6, LENGTH, 8, 4).in_turn == [0, 3, 1, 4, 2, 5]
+    config = SamplerConfig(slots=6, prefill_chunk=8, decode_chunk=4)
+    assert engine.CacheEngine(policy, devices, config, LENGTH).in_turn == [0, 3, 1, 4, 2, 5]
