@@ -234,11 +234,8 @@ class RolloutStream:
         wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
         self._begin, self._questions, self._are_tied, self._wait_for = begin, questions, are_tied, wait_for
-        self.config, self.per_step, self.max_staleness = (
-            config,
-            config.questions_per_step,
-            config.max_staleness,
-        )
+        self.config = config
+        self.per_step, self.max_staleness = config.questions_per_step, config.max_staleness
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Started] = {}
