@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 
 T = TypeVar("T")
+any_done = partial(wait, return_when=FIRST_COMPLETED)
 
 
 class FailureCount:
@@ -207,10 +209,6 @@ class _Started:
     question: Question
     step: int
     future: Future[Group]
-
-
-def any_done(running: list[Future[Group]]) -> None:
-    wait(running, None, FIRST_COMPLETED)
 
 
 class RolloutStream:
