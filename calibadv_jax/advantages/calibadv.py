@@ -51,9 +51,7 @@ _PAPER = {
 def calibrate(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
     """Apply the calibrations that are switched on to the judged credit of a step."""
     if config.soft_penalty:
-        credits = [_soften(credit) for credit in credits]
-        if config.softening != "plain":
-            credits = [_soften_variant(credit, config.softening) for credit in credits]
+        credits = [_soften_variant(_soften(credit), config.softening) for credit in credits]
     return _rebalance(credits, config) if config.rebalance else list(credits)
 
 
@@ -162,7 +160,7 @@ def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
 
 
 def _soften_variant(credit: GroupCredit, softening: str) -> GroupCredit:
-    """Change the plainly softened advantages of search turns: aggressive, upper_limit or reset."""
+    """Change the plainly softened advantages of search turns: aggressive, upper_limit, reset; plain: none."""
     turns = [advantages.copy() for advantages in credit.turns]
     best = max((float(advantages.max()) for advantages in credit.before if len(advantages)), default=0.0)
     columns = zip(turns, credit.before, credit.softened, credit.correctness, strict=True)

@@ -140,10 +140,8 @@ class Joined(Hosts):
         return [from_bytes(part) for part in parts]
 
     def first(self, name: str, work: Callable[[], T]) -> T:
-        value: Any = None
         with self.local_work(name):
-            if self.is_first:
-                value = work()
+            value: Any = work() if self.is_first else None
         return self.exchange(name, value)[0]
 
     def out_of_step(self) -> None:

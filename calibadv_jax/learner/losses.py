@@ -369,9 +369,8 @@ def check_loss(config: LossConfig) -> list[str]:
         arrays = returned if isinstance(returned, tuple) else ()
         types = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays]
         if types != [((2, 4), jnp.float32), ((2, 4), jnp.bool_)]:
-            raise UserError(
-                f"loss.name is {config.name}, but it must return {RETURNED}; expected: {EXPECTED}"
-            )
+            fault = f"it must return {RETURNED}"
+            raise UserError(f"loss.name is {config.name}, but {fault}; expected: {EXPECTED}")
     cost = "; one more forward pass an update" if loss.needs_logprobs else ""
     return [] if config.name == "vanilla" else [f"loss {config.name}: {loss.summary}{cost}"]
 
