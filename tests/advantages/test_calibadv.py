@@ -33,17 +33,13 @@ PAIR = ("a", 2), ("ax", 4)
         (PAIR, {"target_ratio": 4.0}, [[A, A / 2], [-A / 2, -A]]),
         (PAIR, {"soft_penalty": False}, [[A, 2 * A], [-A, -A]]),
         (PAIR, B, [[A, A], [-A / 2, -A]]),
-        (PAIR, {"soft_penalty": False} | B, [[A, A], [-A, -A]]),
         (PAIR, {"normalize_std": False}, [[0.5, 1.0], [-0.25, -0.5]]),
         (PAIR, {"name": "grpo"}, [[A, A], [-A, -A]]),
-        (PAIR, {"silver_threshold": 1.0}, [[A, 2 * A], [-A / 2, -A]]),
         (PAIR, {"softening": "aggressive"}, [[A, 2 * A], [0, -A]]),
         (PAIR, {"softening": "upper_limit"}, [[A, 2 * A], [0, -A]]),  # halfway between -A and the best, A
-        (PAIR, {"softening": "reset"}, [[A, 2 * A], [-A / 2, -A]]),
         (PAIR, {"rebalance_over": "turn"}, [[A / 2, 2 * A], [-A / 2, -A]]),
         (PAIR, {"rebalance_over": "all"}, [[1.5 * A, 1.5 * A], [-A / 2, -A]]),  # 4.5 A against 3 A
         (PAIR, {"rebalance_over": "turn", "rebalance_by": "tokens"}, [[A, 2 * A], [-A / 2, -A]]),
-        (PAIR, {"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A / 2, -A]]),
         (PAIR, {"adjust": "clip", "target_ratio": 0.75}, [[A, A], [-A / 2, -0.75 * A]]),
         (
             PAIR,
