@@ -38,6 +38,7 @@ class Completion:
 class Closable(Protocol):
     async def close(self) -> None:
         """Close the connections of the running event loop."""
+        return
 
 
 class Sampler(Closable, Protocol):

@@ -48,8 +48,8 @@ class Place(NamedTuple):
     """A process of a run; of an automatic address, JAX finds out what is None."""
 
     address: str  # host:port of process 0, or AUTO
-    count: int | None
-    index: int | None
+    num_processes: int | None
+    process_id: int | None
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def joined(config: Config) -> Iterator[Hosts]:
 def alone(config: DistributedConfig, command: str) -> None:
     """Refuse (UserError) several processes, for a command that runs in one."""
     place = _place(config)
-    if place and (place.count or 1) > 1:
+    if place and (place.num_processes or 1) > 1:
         fault = f"calibadv {command} runs in one process: start it once"
         raise UserError(f"{fault}, without distributed.num_processes and {KEYS['num_processes']}")
 
@@ -85,10 +85,10 @@ def describe_processes(config: Config) -> list[str]:
     place = _place(config.distributed)
     if not place:
         return []
-    if place.count is None or place.address == AUTO:
+    if place.num_processes is None or place.address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    own_workers(config.sampler, 0, place.count)
-    text = f"this is number {place.index} of {place.count}; they meet at {place.address}"
+    own_workers(config.sampler, 0, place.num_processes)
+    text = f"this is number {place.process_id} of {place.num_processes}; they meet at {place.address}"
     return [f"several processes ON: {text}"]
 
 
@@ -123,7 +123,7 @@ def _place(config: DistributedConfig) -> Place | None:
 
 def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined | None:
     address: str | None = place.address
-    count, index = place.count, place.index
+    count, index = place.num_processes, place.process_id
     is_auto = address == AUTO
     if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
@@ -136,8 +136,8 @@ def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined
     try:
         jax.distributed.initialize(
             coordinator_address=None if is_auto else place.address,
-            num_processes=place.count,
-            process_id=place.index,
+            num_processes=place.num_processes,
+            process_id=place.process_id,
             cluster_detection_method=None if is_auto else "deactivate",
             heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
             shutdown_timeout_seconds=math.ceil(timeout),
@@ -145,7 +145,7 @@ def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
         where = "the job's processes (auto)" if is_auto else address
         raise EnvironmentFailure(
-            f"distributed.coordinator_address: process {place.index} could not join {where}:"
+            f"distributed.coordinator_address: process {place.process_id} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
             " num_processes, and is the port free?"
         ) from error

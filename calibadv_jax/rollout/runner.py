@@ -232,8 +232,7 @@ class RolloutStream:
         wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
         self._begin, self._questions, self._are_tied, self._wait_for = begin, questions, are_tied, wait_for
-        self.config = config
-        self.per_step, self.max_staleness = config.questions_per_step, config.max_staleness
+        self.config, self.per_step = config, config.questions_per_step
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Started] = {}
@@ -288,10 +287,10 @@ class RolloutStream:
     def _is_in_time(self, ready: Sequence[int], step: int) -> bool:
         """Whether the steps to come can train all other groups within `max_staleness`."""
         waiting = self._running.keys() - ready[: self.per_step]
-        last_steps = [self._running[number].step + self.max_staleness for number in waiting]
+        last_steps = [self._running[number].step + self.config.max_staleness for number in waiting]
         return all(
             sum(last <= due for last in last_steps) <= (due - step) * self.per_step
-            for due in range(step, step + self.max_staleness + 1)
+            for due in range(step, step + self.config.max_staleness + 1)
         )
 
     def _replace(self, numbers: Sequence[int]) -> bool:
@@ -315,7 +314,7 @@ class RolloutStream:
     def _begin_allowed(self, step: int) -> None:
         # Counted in groups, not in steps: a resumed run may have another number of them a step.
         done = self._trained + len(self._replaced)
-        while self._begun < done + (1 + self.max_staleness) * self.per_step:
+        while self._begun < done + (1 + self.config.max_staleness) * self.per_step:
             if not self._pending:
                 self._pending.append((self._begun, next(self._questions)))
             number, question = self._pending[0]  # stays until its group runs: a stop in between loses nothing
