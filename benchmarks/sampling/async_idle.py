@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from calibadv_jax.config import RolloutConfig
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.record.reader import read_columns
 from calibadv_jax.record.schema import kept_steps
@@ -75,7 +76,8 @@ def simulate(delays: np.ndarray, update: float, staleness: int, steps: int) -> t
                 seconds.extend(rng.choice(delays).tolist())
             yield Question(str(number), "?", ("x",), "simulation")
 
-    stream = RolloutStream(begin, questions(), per_step, staleness, max_failed_share=0.0)
+    config = RolloutConfig(questions_per_step=per_step, max_staleness=staleness, max_failed_share=0.0)
+    stream = RolloutStream(begin, questions(), config)
     waited, warm_up = 0.0, 3
     stale: list[int] = []
     begun = time.monotonic()

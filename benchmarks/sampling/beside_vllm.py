@@ -113,7 +113,7 @@ def main() -> None:
         for arm in arguments.arms:
             if arm == "vllm":
                 config = replace(setting.sampler, name="vllm", flavour="cpu")
-                workers = open_workers(config, model, folder, arguments.dtype, setting.max_length)
+                workers = open_workers(config, model, folder, arguments.dtype, setting.max_length, print)
                 samplers[arm] = VllmSampler(stack.enter_context(workers), config, stops, "benchmark")
             else:
                 with columns(whole=arm.endswith(":whole")):

@@ -198,7 +198,7 @@ class Arm:
         self.sampler: Sampler
         if arguments.arm == "vllm":
             self.store = SnapshotStore(folder / "snapshots", keep=1, dtype=np.dtype("float32"))
-            workers = open_workers(config.sampler, model.tokenizer_folder, folder, "float32", length)
+            workers = open_workers(config.sampler, model.tokenizer_folder, folder, "float32", length, print)
             self.sampler = VllmSampler(stack.enter_context(workers), config.sampler, stops, "benchmark")
         else:
             embedded = replace(config.sampler, name="jax", dtype="")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -135,18 +136,17 @@ def best_less_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
 
 def neutral(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Apply `less_mean`, where a loser of at least advantage.score_threshold counts as if it scored 0."""
-    return _nearly_right_as(0.0 - mean_and_std(group.scores)[0], group, config)
+    as_if_wrong = 0.0 - mean_and_std(group.scores)[0]
+    return np.where(_is_nearly_right(group, config), as_if_wrong, less_mean(group, config))
 
 
 def acceptable(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Apply `less_mean`, where a loser of at least advantage.score_threshold gets 0."""
-    return _nearly_right_as(0.0, group, config)
+    return np.where(_is_nearly_right(group, config), 0.0, less_mean(group, config))
 
 
-def _nearly_right_as(value: float, group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    centred = less_mean(group, config)
-    nearly_right = (centred < 0) & (group.scores / group.max_score >= config.score_threshold)
-    return np.where(nearly_right, value, centred)
+def _is_nearly_right(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+    return (less_mean(group, config) < 0) & (group.scores / group.max_score >= config.score_threshold)
 
 
 # --- Spreads ---
@@ -203,20 +203,16 @@ def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
 
 def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: AdvantageConfig) -> ByTurn:
     """Return (value - mean) / (std + 1e-6) among a group's turns of one label; 0 for a turn that is alone."""
-    by_label: dict[Hashable, list[tuple[int, int]]] = {}
-    for position, of_trajectory in enumerate(labels):
-        for index, label in enumerate(of_trajectory):
-            by_label.setdefault(label, []).append((position, index))
-    results = [np.zeros(len(turns)) for turns in values]
+    joined = np.concatenate(values)
+    by_label: dict[Hashable, list[int]] = {}
+    for place, label in enumerate(chain.from_iterable(labels)):
+        by_label.setdefault(label, []).append(place)
+    results = np.zeros(len(joined))
     for places in by_label.values():
-        members = np.array([values[position][index] for position, index in places])
-        if len(members) < 2:
-            continue
-        mean, std = mean_and_std(members)
-        divisor = std + EPSILON if config.normalize_std else 1.0
-        for position, index in places:
-            results[position][index] = (values[position][index] - mean) / divisor
-    return results
+        if len(places) > 1:
+            mean, std = mean_and_std(joined[places])
+            results[places] = (joined[places] - mean) / (std + EPSILON if config.normalize_std else 1.0)
+    return np.split(results, np.cumsum([len(turns) for turns in values])[:-1])
 
 
 def by_number(values: ByTurn, config: AdvantageConfig) -> ByTurn:
@@ -500,19 +496,15 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
     credits = [credit_of(group, np.zeros(len(group.trajectories))) for group in groups]
     compared = [n for n, group in enumerate(groups) if len(group.trajectories) > (1 if group.failed else 0)]
     if compared:
-        estimated = _credits([groups[number] for number in compared], config)
+        estimator, chosen = find_estimator(config), [groups[number] for number in compared]
+        estimated = _estimate(estimator, chosen, config)
+        if config.is_calibrated or estimator.judges:
+            estimated = [judge(credit, config) for credit in estimated]
+        if config.is_calibrated:
+            estimated = calibrate(estimated, config)
         for number, credit in zip(compared, estimated, strict=True):
             credits[number] = credit
     return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
-
-
-def _credits(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
-    """Estimate, judge and calibrate groups of which each has something to be compared with."""
-    estimator = find_estimator(config)
-    credits = _estimate(estimator, groups, config)
-    if config.is_calibrated or estimator.judges:
-        credits = [judge(credit, config) for credit in credits]
-    return calibrate(credits, config) if config.is_calibrated else credits
 
 
 def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:

@@ -178,7 +178,7 @@ class Step:
         with self._live("rollouts", "trajectories", progress, "rollout"), self.hosts.local_work("rollout"):
             groups = stream.take(self._begun)
         attempts = [attempt for group in [*groups, *stream.replaced] for attempt in group.attempts]
-        part = "step" if stream.max_staleness else "rollout"
+        part = "step" if stream.config.max_staleness else "rollout"
         self._counts["searches"] = sum(attempt.num_searches for attempt in attempts), part
         self._counts["sampled_tokens"] = int(sum(attempt.mask.sum() for attempt in attempts)), part
         return groups

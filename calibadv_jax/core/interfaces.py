@@ -38,6 +38,7 @@ class Completion:
 class Closable(Protocol):
     async def close(self) -> None:
         """Close the connections of the running event loop."""
+        return
 
 
 class Sampler(Closable, Protocol):
@@ -61,9 +62,11 @@ class Sampler(Closable, Protocol):
 
         Empty if the weights are the learner's own.
         """
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the program's start, by their names in metrics.jsonl."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class Joined(Hosts):
         self._starting = ExitStack()
         self._starting.enter_context(self._stop.held())
         self._agreed: BaseException | None = None  # the error with which all have stopped
-        self.watch = Watch(client, index, count, self.named, timeout, self._called)
+        self.watch = Watch(client, self, timeout)
         self.watch.start()
         self.machines = self.exchange("names", socket.gethostname())
 
@@ -140,10 +140,8 @@ class Joined(Hosts):
         return [from_bytes(part) for part in parts]
 
     def first(self, name: str, work: Callable[[], T]) -> T:
-        value: Any = None
         with self.local_work(name):
-            if self.is_first:
-                value = work()
+            value: Any = work() if self.is_first else None
         return self.exchange(name, value)[0]
 
     def out_of_step(self) -> None:
@@ -185,9 +183,7 @@ class Joined(Hosts):
     def share(self, key: str, folder: Path) -> None:
         file = folder / self.first(key, lambda: f".seen_by_all_{secrets.token_hex(8)}")
         try:
-            with self.barrier(key):
-                if self.is_first:
-                    file.touch()
+            self.first(key, file.touch)
             with self.barrier(key):
                 until = time.monotonic() + self._timeout  # a network's file system may be slow
                 while not file.exists():
@@ -245,7 +241,7 @@ class Joined(Hosts):
         self._agreed, self.in_step = error, True
         raise error
 
-    def _called(self) -> None:
+    def stopping(self) -> None:
         """Another process stops. Its note may come late: after the barrier it breaks off nothing.
 
         Nor does it take the place of an error with which this process ends already.
@@ -365,21 +361,12 @@ class Watch:
     A program of all devices waits for ever for a process that is gone, and no Python runs meanwhile in the
     thread that began it. So this thread ends the process.
 
-    Process 0 keeps the notes (`client`). `named` returns a process's name for messages. Without news for
-    `timeout` seconds a process is lost. `stopping` is called in the main thread when another process stops.
+    Process 0 keeps the notes (`client`). Without news for `timeout` seconds a process is lost. The `stopping`
+    of `hosts` is called in the main thread when another process stops.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        index: int,
-        count: int,
-        named: Callable[[int], str],
-        timeout: float,
-        stopping: Callable[[], None],
-    ):
-        self._client, self._index, self._count, self._named = client, index, count, named
-        self._timeout, self._stopping = timeout, stopping
+    def __init__(self, client: Any, hosts: Joined, timeout: float):
+        self._client, self._hosts, self._timeout = client, hosts, timeout
         self._over = threading.Event()
         self._has_called = False
         self._thread = threading.Thread(target=self._watch, name="watch of the other processes", daemon=True)
@@ -387,7 +374,7 @@ class Watch:
     def start(self) -> None:
         self.note(ALIVE, "0")
         if threading.current_thread() is threading.main_thread():  # no other one may set handlers
-            signal.signal(signal.SIGUSR1, lambda *_: self._stopping())
+            signal.signal(signal.SIGUSR1, lambda *_: self._hosts.stopping())
         self._thread.start()
 
     def close(self) -> None:
@@ -397,14 +384,14 @@ class Watch:
         self._thread.join()
 
     def note(self, kind: str, text: str) -> None:
-        self._client.key_value_set(f"{_ROOT}/{kind}/{self._index}", text, allow_overwrite=True)
+        self._client.key_value_set(f"{_ROOT}/{kind}/{self._hosts.index}", text, allow_overwrite=True)
 
     def last_words(self, text: str) -> None:
         """Report why this process ends, which ends the others, and wait until they have read it."""
         self._over.set()  # this process has an error line of its own
         with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and the notes with it
             self.note(ENDED, text)
-        if self._index == 0:
+        if self._hosts.index == 0:
             time.sleep(LAST_WORDS)
 
     def _watch(self) -> None:
@@ -418,11 +405,11 @@ class Watch:
                 notes = self._notes()
             except jax.errors.JaxRuntimeError as error:
                 why = str(error).partition("\n")[0][:200]
-                self._end(f"{self._named(0)} is gone, or cannot be reached ({why})")
+                self._end(f"{self._hosts.named(0)} is gone, or cannot be reached ({why})")
                 return
             now = time.monotonic()
             was_paused, checked = now - checked > self._timeout / 2, now
-            for index in range(self._count):
+            for index in range(self._hosts.count):
                 text = notes.get((ALIVE, index), "")
                 if was_paused or index not in heard or heard[index][0] != text:
                     heard[index] = text, now
@@ -430,12 +417,13 @@ class Watch:
 
     def _act(self, notes: dict[tuple[str, int], str], silent: dict[int, float]) -> None:
         for (kind, index), text in notes.items():
-            if kind == ENDED and index != self._index:
-                self._end(f"{self._named(index)} has ended: {text}")
+            if kind == ENDED and index != self._hosts.index:
+                self._end(f"{self._hosts.named(index)} has ended: {text}")
         for index, seconds in silent.items():
             if seconds > self._timeout and (DONE, index) not in notes:
-                self._end(f"{self._named(index)} is lost: no sign of life for {seconds:.0f} s")
-        if not self._has_called and any(kind == STOPPING and index != self._index for kind, index in notes):
+                self._end(f"{self._hosts.named(index)} is lost: no sign of life for {seconds:.0f} s")
+        others_stop = any(kind == STOPPING and index != self._hosts.index for kind, index in notes)
+        if others_stop and not self._has_called:
             self._has_called = True
             # A signal ends what the main thread waits for.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
@@ -451,7 +439,7 @@ class Watch:
         line = f"error: {why}; start all processes again: the run goes on from its newest checkpoint\n"
         with suppress(OSError):
             os.write(sys.stderr.fileno(), line.encode(errors="replace"))
-        if self._index == 0:
+        if self._hosts.index == 0:
             time.sleep(LAST_WORDS)
         os._exit(ENVIRONMENT_STATUS)
 

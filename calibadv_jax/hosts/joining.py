@@ -49,8 +49,8 @@ class Place:
     """A process of a run; of an automatic address, JAX finds out what is None."""
 
     address: str  # host:port of process 0, or AUTO
-    count: int | None
-    index: int | None
+    num_processes: int | None
+    process_id: int | None
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def joined(config: Config) -> Iterator[Hosts]:
 def alone(config: DistributedConfig, command: str) -> None:
     """Refuse (UserError) several processes, for a command that runs in one."""
     place = _place(config)
-    if place and (place.count or 1) > 1:
+    if place and (place.num_processes or 1) > 1:
         fault = f"calibadv {command} runs in one process: start it once"
         raise UserError(f"{fault}, without distributed.num_processes and {KEYS['num_processes']}")
 
@@ -86,10 +86,10 @@ def describe_processes(config: Config) -> list[str]:
     place = _place(config.distributed)
     if not place:
         return []
-    if place.count is None or place.address == AUTO:
+    if place.num_processes is None or place.address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    check_workers(config.sampler, place.count)
-    text = f"this is number {place.index} of {place.count}; they meet at {place.address}"
+    own_workers(config.sampler, 0, place.num_processes)
+    text = f"this is number {place.process_id} of {place.num_processes}; they meet at {place.address}"
     return [f"several processes ON: {text}"]
 
 
@@ -124,7 +124,7 @@ def _place(config: DistributedConfig) -> Place | None:
 
 def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined | None:
     address: str | None = place.address
-    count, index = place.count, place.index
+    count, index = place.num_processes, place.process_id
     is_auto = address == AUTO
     if is_auto:  # as JAX does below
         detect = ClusterEnv.auto_detect_unset_distributed_params
@@ -137,8 +137,8 @@ def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined
     try:
         jax.distributed.initialize(
             coordinator_address=None if is_auto else place.address,
-            num_processes=place.count,
-            process_id=place.index,
+            num_processes=place.num_processes,
+            process_id=place.process_id,
             cluster_detection_method=None if is_auto else "deactivate",
             heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
             shutdown_timeout_seconds=math.ceil(timeout),
@@ -146,7 +146,7 @@ def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
         where = "the job's processes (auto)" if is_auto else address
         raise EnvironmentFailure(
-            f"distributed.coordinator_address: process {place.index} could not join {where}:"
+            f"distributed.coordinator_address: process {place.process_id} could not join {where}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
             " num_processes, and is the port free?"
         ) from error
@@ -162,7 +162,7 @@ def _check(config: Config, hosts: Joined) -> None:
             f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
-    check_workers(config.sampler, hosts.count)
+    own_workers(config.sampler, 0, hosts.count)
     with hosts.barrier("devices"):  # so that all end with the same status
         devices = hosts.exchange("devices", jax.local_device_count())
         if len(set(devices)) > 1:
@@ -288,6 +288,8 @@ def _names(indices: Iterable[int]) -> str:
 
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
     """Return `sampler` with the workers of process `index`, and the number before; UserError if too few."""
+    if config.name != "vllm":
+        return config, 0
     total = len(config.urls) or config.workers
     if config.urls and total < count:
         fault = f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes"
@@ -299,9 +301,3 @@ def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerC
     if config.urls:
         return replace(config, urls=config.urls[begin:end]), begin
     return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
-
-
-def check_workers(config: SamplerConfig, count: int) -> None:
-    """Raise as `own_workers` if the sampler has workers."""
-    if config.name == "vllm":
-        own_workers(config, 0, count)

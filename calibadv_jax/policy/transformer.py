@@ -261,27 +261,14 @@ class CacheView:
 def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
     """Attend from new tokens q [B, n, N, H] at `positions` int32 [B, n] to a KV cache [B, K, T, H]."""
     at_once = max(1, SCORE_BYTES // (4 * math.prod(q.shape[1:3]) * k.shape[2]))
+    visible = (jnp.arange(k.shape[2]) <= positions[:, :, None])[:, None]  # [B, 1, n, T]
     if len(q) <= at_once:
-        return _cached_rows(q, k, v, positions)
+        return _masked_attention(q, k, v, visible)
 
     def one_row(row: tuple[Array, ...]) -> Array:
-        return _cached_rows(*(x[None] for x in row))[0]
+        return _masked_attention(*(x[None] for x in row))[0]
 
-    return jax.lax.map(one_row, (q, k, v, positions), batch_size=at_once)
-
-
-def _cached_rows(q: Array, k: Array, v: Array, positions: Array) -> Array:
-    batch, num_new, num_heads, head_dim = q.shape
-    num_kv = k.shape[1]
-    grouped = q.reshape(batch, num_new, num_kv, num_heads // num_kv, head_dim)
-    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(batch, num_kv, -1, head_dim)  # [B, K, n*G, H]
-    scores = jnp.einsum("bkqh,bkth->bkqt", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * (1.0 / math.sqrt(head_dim))
-    visible = jnp.arange(k.shape[2]) <= jnp.repeat(positions, num_heads // num_kv, axis=1)[:, :, None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, MASKED), axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkqt,bkth->bkqh", weights, v)
-    out = out.reshape(batch, num_kv, num_new, num_heads // num_kv, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(batch, num_new, num_heads, head_dim)
+    return jax.lax.map(one_row, (q, k, v, visible), batch_size=at_once)
 
 
 # --- The look-up of tokens ---

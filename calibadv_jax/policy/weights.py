@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from calibadv_jax.core.errors import UserError
-
 Region = tuple[slice, ...]  # of an array, one slice an axis
 
 LISTED = 3  # differences that an error message names; the rest are counted
@@ -91,12 +89,6 @@ def hf_shapes(abstract: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for index in range(num_layers):
             shapes[weight.hf.format(layer=index)] = shape[::-1] if weight.transposed else shape
     return shapes
-
-
-def check_hf(shapes: Mapping[str, tuple[int, ...]], abstract: dict[str, Any], source: str) -> None:
-    """Raise UserError if a checkpoint's HuggingFace names and shapes are not the policy's."""
-    if problems := shape_problems(shapes, hf_shapes(abstract)):
-        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
 
 
 def shape_problems(

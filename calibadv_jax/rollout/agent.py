@@ -60,12 +60,11 @@ class RolloutContext:
     @cached_property
     def by_name(self) -> dict[str, Action]:
         """The actions that are on; actions of the retriever use `retriever`."""
-        return {
-            action.name: replace(action, retriever=self.retriever)
-            if isinstance(action, RetrieverAction)
-            else action
-            for action in self.actions or (SearchAction(),)
-        }
+        actions = {action.name: action for action in self.actions or (SearchAction(),)}
+        for name, action in actions.items():
+            if isinstance(action, RetrieverAction):
+                actions[name] = replace(action, retriever=self.retriever)
+        return actions
 
     @cached_property
     def grammar(self) -> Grammar:

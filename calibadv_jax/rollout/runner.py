@@ -9,16 +9,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
+from calibadv_jax.config import RolloutConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 
 T = TypeVar("T")
+any_done = partial(wait, return_when=FIRST_COMPLETED)
 
 
 class FailureCount:
@@ -208,10 +211,6 @@ class _Started:
     future: Future[Group]
 
 
-def any_done(running: list[Future[Group]]) -> None:
-    wait(running, None, FIRST_COMPLETED)
-
-
 class RolloutStream:
     """Hands groups to the learner, `per_step` at a time; rollouts run ahead by a bounded number of steps.
 
@@ -220,7 +219,7 @@ class RolloutStream:
     on-policy training: all groups of a step begin together, and the step waits for all of them.
 
     `begin` starts the rollout of (number, question) in the background; `questions` are endless. Above
-    `max_failed_share` of a step's trajectories `take` raises an error. At most `max_replaced` groups that
+    `max_failed_share` of a step's trajectories `take` raises an error. At most `replace_tied` groups that
     `are_tied` give way to others, a step. `wait_for` waits until one of the running groups is complete.
     """
 
@@ -228,16 +227,12 @@ class RolloutStream:
         self,
         begin: Callable[[int, Question], Future[Group]],
         questions: Iterator[Question],
-        per_step: int,
-        max_staleness: int,
-        max_failed_share: float,
-        max_replaced: int = 0,
+        config: RolloutConfig,
         are_tied: Callable[[Sequence[Group]], Sequence[bool]] = lambda groups: [False] * len(groups),
         wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
-        self._begin, self._questions = begin, questions
-        self.per_step, self.max_staleness, self.max_failed_share = per_step, max_staleness, max_failed_share
-        self._max_replaced, self._are_tied, self._wait_for = max_replaced, are_tied, wait_for
+        self._begin, self._questions, self._are_tied, self._wait_for = begin, questions, are_tied, wait_for
+        self.config, self.per_step = config, config.questions_per_step
         self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
         self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
         self._running: dict[int, _Started] = {}
@@ -292,15 +287,15 @@ class RolloutStream:
     def _is_in_time(self, ready: Sequence[int], step: int) -> bool:
         """Whether the steps to come can train all other groups within `max_staleness`."""
         waiting = self._running.keys() - ready[: self.per_step]
-        last_steps = [self._running[number].step + self.max_staleness for number in waiting]
+        last_steps = [self._running[number].step + self.config.max_staleness for number in waiting]
         return all(
             sum(last <= due for last in last_steps) <= (due - step) * self.per_step
-            for due in range(step, step + self.max_staleness + 1)
+            for due in range(step, step + self.config.max_staleness + 1)
         )
 
     def _replace(self, numbers: Sequence[int]) -> bool:
         """Take out as many tied groups as may be replaced; return whether there was one."""
-        room = self._max_replaced - len(self._replaced)
+        room = self.config.replace_tied - len(self._replaced)
         if room <= 0:
             return False
         are_tied = self._are_tied([self._running[number].future.result() for number in numbers])
@@ -319,7 +314,7 @@ class RolloutStream:
     def _begin_allowed(self, step: int) -> None:
         # Counted in groups, not in steps: a resumed run may have another number of them a step.
         done = self._trained + len(self._replaced)
-        while self._begun < done + (1 + self.max_staleness) * self.per_step:
+        while self._begun < done + (1 + self.config.max_staleness) * self.per_step:
             if not self._pending:
                 self._pending.append((self._begun, next(self._questions)))
             number, question = self._pending[0]  # stays until its group runs: a stop in between loses nothing
@@ -330,6 +325,6 @@ class RolloutStream:
     def _check_failures(self, groups: Sequence[Group]) -> None:
         groups = groups[: self.per_step]
         group_size = max((len(group.attempts) for group in groups), default=0)
-        failures = FailureCount(self.per_step * group_size, self.max_failed_share)
+        failures = FailureCount(self.per_step * group_size, self.config.max_failed_share)
         for group in groups:
             failures.add(group)

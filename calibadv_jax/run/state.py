@@ -86,10 +86,7 @@ class RunState:
         return RolloutStream(
             self.rollouts.begin if is_alone else shared.begin,
             self.questions,
-            rollout.questions_per_step,
-            rollout.max_staleness,
-            rollout.max_failed_share,
-            rollout.replace_tied,
+            rollout,
             self._are_tied,
             any_done if is_alone else shared.wait,
         )

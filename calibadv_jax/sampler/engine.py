@@ -34,6 +34,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from calibadv_jax.config import SamplerConfig
 from calibadv_jax.policy.adapters import joined
 from calibadv_jax.policy.sharding import (
     RULES,
@@ -60,7 +61,7 @@ class CacheEngine:
     """Slots of a KV cache on a mesh. Every call has one of a few static shapes.
 
     Slot s is row s % rows of group s // rows. There is a group for every device of the axes that split slots.
-    `slots` is rounded up to a multiple of the groups.
+    The number of slots is rounded up to a multiple of the groups.
 
     On a CPU, a row gets the same bits in every slot and beside any other rows, where the slots of a device
     times the vocabulary are a multiple of 16 (else the last elements of a vector loop round differently).
@@ -72,17 +73,15 @@ class CacheEngine:
         in_turn: all slots; successive ones are of different devices, so that few rows keep all busy.
     """
 
-    def __init__(
-        self, policy: Policy, mesh: Mesh, slots: int, max_length: int, prefill_chunk: int, decode_chunk: int
-    ):
+    def __init__(self, policy: Policy, mesh: Mesh, config: SamplerConfig, max_length: int):
         self.policy, self.mesh, self.max_length = policy, mesh, max_length
-        self.decode_chunk = decode_chunk
+        self.decode_chunk = config.decode_chunk
         self._slot_axis, self._head_axis = cache_axes(policy.architecture.num_kv_heads, mesh.shape["tensor"])
         self._groups = axis_size(mesh, RULES[self._slot_axis])
-        self._rows = -(-slots // self._groups)
+        self._rows = -(-config.slots // self._groups)
         self.slots = self._groups * self._rows
         platform = mesh.devices.flat[0].platform
-        self._tile = TileShape.fitting(self._groups, self._rows, prefill_chunk, platform)
+        self._tile = TileShape.fitting(self._groups, self._rows, config.prefill_chunk, platform)
         self._prefixes = Prefixes(self._tile)
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
         self.in_turn = np.arange(self.slots).reshape(self._groups, self._rows).T.ravel().tolist()

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.core.interfaces import Completion, SamplingParams
+from calibadv_jax.core.interfaces import Completion, Sampler, SamplingParams
 from calibadv_jax.core.stopping import unwaited
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
@@ -44,20 +44,15 @@ class _Request:
     def length(self) -> int:
         return len(self.context) + len(self.tokens)
 
-    @property
-    def last(self) -> int:
-        return self.tokens[-1] if self.tokens else self.context[-1]
 
-
-class JaxSampler:
-    """Implements `interfaces.Sampler`; `max_length` tokens has the longest trajectory, prompt included."""
+class JaxSampler(Sampler):
+    """The embedded sampler; `max_length` tokens has the longest trajectory, prompt included."""
 
     def __init__(self, policy: Policy, stops: StopRule, config: SamplerConfig, mesh: Mesh, max_length: int):
         self.policy, self.stops, self.config, self.mesh = policy, stops, config, mesh
         self.max_length = max_length
         self._version = -1  # of no weights
-        sizes = config.slots, max_length, config.prefill_chunk, config.decode_chunk
-        self._engine = CacheEngine(policy, mesh, *sizes)
+        self._engine = CacheEngine(policy, mesh, config, max_length)
         self._slot_of: dict[str, int] = {}
         self._waiting: deque[_Request] = deque()
         self._active: dict[int, _Request] = {}
@@ -70,15 +65,6 @@ class JaxSampler:
             raise RuntimeError("weights cannot be swapped while completions are in progress")
         self._version = version
         self._engine.load(published)
-
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        return {}
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None:
-        """Do nothing: there are no connections."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
         """Sample a completion; RuntimeError without weights, ValueError if the context leaves no room."""
@@ -192,7 +178,7 @@ class JaxSampler:
         last, positions, remaining, seeds, temperatures, top_p, top_k = rows
         for slot, request in requests.items():
             sampling = request.sampling
-            last[slot], positions[slot] = request.last, request.length - 1
+            last[slot], positions[slot] = (request.tokens or request.context)[-1], request.length - 1
             room = self.max_length - request.length
             remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
             temperatures[slot], top_p[slot] = sampling.temperature, sampling.top_p

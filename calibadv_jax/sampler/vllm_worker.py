@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +31,7 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_text
 from calibadv_jax.services.child_process import ChildService
-from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, request, wait_for_any
+from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, Warn, request, wait_for_any
 
 ASK_SECONDS = 30.0  # that a worker may take to say which weights it serves
 
@@ -148,9 +148,7 @@ class VllmWorkerProcess(ChildService):
         super().__init__(name, [*command, *arguments], log_path, start_timeout, key, environment)
 
 
-def find_workers(
-    config: SamplerConfig, warn: Callable[[str], object]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def find_workers(config: SamplerConfig, warn: Warn) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the labels of the weights of workers that answer, and why others do not; see `wait_for_any`."""
     return wait_for_any(
         "vLLM worker",
@@ -193,13 +191,7 @@ async def ask_alive(http: ClientSession, url: str) -> None:
 
 @contextmanager
 def open_workers(
-    config: SamplerConfig,
-    model: Path,
-    logs: Path,
-    dtype: str,
-    max_length: int,
-    warn: Callable[[str], object] = lambda _: None,
-    first: int = 0,
+    config: SamplerConfig, model: Path, logs: Path, dtype: str, max_length: int, warn: Warn, first: int = 0
 ) -> Iterator[list[str]]:
     """Yield the URLs of the vLLM workers: `config.urls`, or child processes that end with the block.
 

@@ -32,6 +32,7 @@ LAST_PAUSE = 10.0
 ONCE = 1e-3  # patience in seconds for a single attempt
 BAD_REPLIES = 3  # replies against the contract after which a request has failed
 
+Warn = Callable[[str], object]  # takes a line for the user
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
@@ -181,7 +182,7 @@ def wait_for_any(
     timeout: float,
     patience: float,
     advice: str,
-    say: Callable[[str], object],
+    say: Warn,
     token_variable: str = "",
 ) -> tuple[dict[str, T], dict[str, str]]:
     """Return the answers of the services that answer, at least one, and why the others do not, by URL.

@@ -32,6 +32,7 @@ from calibadv_jax.services.http_client import (
     HttpReply,
     PerLoop,
     Unreachable,
+    Warn,
     excerpt,
     no_answer,
     open_session,
@@ -191,11 +192,7 @@ class Replicas:
     """
 
     def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        urls: Sequence[str],
-        agreed: Mapping[str, Any] | None,
-        warn: Callable[[str], object],
+        self, http: aiohttp.ClientSession, urls: Sequence[str], agreed: Mapping[str, Any] | None, warn: Warn
     ):
         self._http, self._agreed, self._warn = http, agreed, warn
         self._all = [Replica(url) for url in urls]
@@ -293,12 +290,7 @@ class RetrieverClient:
     search waits, for `config.patience` seconds. `warn` gets lines about waits and services that are left out.
     """
 
-    def __init__(
-        self,
-        config: RetrieverConfig,
-        url: str | Sequence[str],
-        warn: Callable[[str], object] = lambda _: None,
-    ):
+    def __init__(self, config: RetrieverConfig, url: str | Sequence[str], warn: Warn = lambda _: None):
         self.config, self._warn = config, warn
         self.urls = [base.rstrip("/") for base in ([url] if isinstance(url, str) else url)]
         self.url = ", ".join(self.urls)  # in messages
@@ -499,16 +491,14 @@ class RetrieverProcess(ChildService):
         super().__init__("the retriever", command, log_path, config.start_timeout, "retriever.start_timeout")
 
 
-def check_running(config: RetrieverConfig, warn: Callable[[str], object]) -> None:
+def check_running(config: RetrieverConfig, warn: Warn) -> None:
     """Wait for a service of `config.url`; UserError if none answers in time, or reranking differs."""
     client = RetrieverClient(config, config.url, warn)
     client.check_reranker(client.health())
 
 
 @contextmanager
-def open_retriever(
-    config: RetrieverConfig, log_path: Path, warn: Callable[[str], object]
-) -> Iterator[str | list[str]]:
+def open_retriever(config: RetrieverConfig, log_path: Path, warn: Warn) -> Iterator[str | list[str]]:
     """Yield the URLs of `config.url`, or of a child that ends with the block; raises as `check_running`."""
     if config.url:
         if config.url != NO_RETRIEVER:

@@ -31,10 +31,11 @@ from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import (
     WEIGHTS,
     Region,
-    check_hf,
     flatten,
     from_hf,
     hf_shapes,
+    shape_problems,
+    summary,
     to_hf,
     unflatten,
 )
@@ -240,7 +241,8 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> 
                 if not np.array_equal(weights.read(head, rows), weights.read(embedding, rows)):
                     fault = f"{source}: config.json ties the embeddings, but {head} differs from {embedding}"
                     raise UserError(f"{fault}; set tie_word_embeddings to false there")
-    check_hf(shapes, policy.abstract_base, source)
+    if problems := shape_problems(shapes, hf_shapes(policy.abstract_base)):
+        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
     coded = [f"{name} ({weights.dtype(name)})" for name in shapes if weights.dtype(name) not in STORED_DTYPES]
     if coded:
         fault = f"{source}: quantised or integer weights are not supported: {', '.join(coded)}"

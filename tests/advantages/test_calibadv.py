@@ -9,7 +9,7 @@ import pytest
 from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.advantages.calibadv import is_repetition, judge_turns, silver_documents
-from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
 A = 0.5 / (np.sqrt(0.5) + 1e-6)  # advantage of the better of two scores 1 and 0
@@ -33,17 +33,13 @@ PAIR = ("a", 2), ("ax", 4)
         (PAIR, {"target_ratio": 4.0}, [[A, A / 2], [-A / 2, -A]]),
         (PAIR, {"soft_penalty": False}, [[A, 2 * A], [-A, -A]]),
         (PAIR, B, [[A, A], [-A / 2, -A]]),
-        (PAIR, {"soft_penalty": False} | B, [[A, A], [-A, -A]]),
         (PAIR, {"normalize_std": False}, [[0.5, 1.0], [-0.25, -0.5]]),
         (PAIR, {"name": "grpo"}, [[A, A], [-A, -A]]),
-        (PAIR, {"silver_threshold": 1.0}, [[A, 2 * A], [-A / 2, -A]]),
         (PAIR, {"softening": "aggressive"}, [[A, 2 * A], [0, -A]]),
         (PAIR, {"softening": "upper_limit"}, [[A, 2 * A], [0, -A]]),  # halfway between -A and the best, A
-        (PAIR, {"softening": "reset"}, [[A, 2 * A], [-A / 2, -A]]),
         (PAIR, {"rebalance_over": "turn"}, [[A / 2, 2 * A], [-A / 2, -A]]),
         (PAIR, {"rebalance_over": "all"}, [[1.5 * A, 1.5 * A], [-A / 2, -A]]),  # 4.5 A against 3 A
         (PAIR, {"rebalance_over": "turn", "rebalance_by": "tokens"}, [[A, 2 * A], [-A / 2, -A]]),
-        (PAIR, {"rebalance_excess": True, "target_ratio": 2.0}, [[A, A], [-A / 2, -A]]),
         (PAIR, {"adjust": "clip", "target_ratio": 0.75}, [[A, A], [-A / 2, -0.75 * A]]),
         (
             PAIR,
@@ -73,13 +69,6 @@ def test_switches(build, members, switches, expected):
     np.testing.assert_allclose(swapped, expected[::-1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("adjust", ["positive", "negative"])
-def test_one_sided_group_zeroes_answers_and_keeps_searches(build, adjust):
-    winner = build.member(1.0, "a", answer=3)
-    loser = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])  # nothing to train on
-    np.testing.assert_allclose(by_turn(build.group(winner, loser), adjust=adjust)[0], [A, 0.0])
-
-
 def test_score_of_trajectory_without_tokens_counts(build):
     empty = (0.0, False, [build.turn(num_tokens=0, num_observed=2)])
     members = [empty, (0.0, False, []), build.member(1.0, "a"), (0.0, False, [build.turn("invalid")])]
@@ -91,16 +80,6 @@ def test_score_of_trajectory_without_tokens_counts(build):
     np.testing.assert_allclose(advantages[2], [1.5, 0.5], rtol=1e-5)
     np.testing.assert_allclose(advantages[3], [-0.5], rtol=1e-5)
     assert result.metrics["advantage/skipped_trajectories"] == 2
-
-
-def test_description_names_every_switch():
-    off = describe(AdvantageConfig(soft_penalty=False, rebalance=False))
-    assert "soft penalty OFF" in off[2] and "rebalance OFF" in off[3]
-    changes = {"softening": "reset", "correctness": "mean", "silver_threshold": 0.5, "adjust": "clip"}
-    changes |= {"rebalance_over": "all", "rebalance_within": "step", "rebalance_by": "tokens"}
-    for key, value in (changes | {"rebalance_excess": True}).items():
-        assert f"{key}={value}" in str(describe(AdvantageConfig(**{key: value}))[2:])
-    assert "becomes 2 (lambda" in describe(AdvantageConfig(target_ratio=2.0))[3]
 
 
 def test_step_balanced_as_a_whole(build):

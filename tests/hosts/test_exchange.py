@@ -212,7 +212,7 @@ def test_late_note_of_a_stop_is_harmless():
                     if hosts.is_first:
                         raise UserError("run.mirror was taken over")
             finally:
-                hosts.watch._stopping()
+                hosts.stopping()
                 with stop.held():
                     saved.append(hosts.index)
 
@@ -222,7 +222,7 @@ def test_late_note_of_a_stop_is_harmless():
         try:
             raise OSError(28, "No space left on device")
         finally:
-            hosts.watch._stopping()
+            hosts.stopping()
 
     (first, _), (second, _) = run_all(save)
     assert str(first) == "run.mirror was taken over" and sorted(saved) == [0, 1]

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -16,8 +17,9 @@ class Ended(Exception):
     """In place of the end of the process."""
 
 
-def make_watch(store, index=1, stopping=print):
-    return watch.Watch(store, index, 3, lambda index: f"process {index} (host{index})", 30.0, stopping)
+def make_watch(store, index=1, stopping=print, count=3):
+    named = "process {0} (host{0})".format
+    return watch.Watch(store, Mock(index=index, count=count, named=named, stopping=stopping), 30.0)
 
 
 class Gone(Notes):
@@ -55,7 +57,7 @@ def test_lost_or_ended_process_ends_this_one(monkeypatch, capfd, notes, silent, 
 
 def test_paused_watch_counts_nobody_as_lost(monkeypatch):
     """A process that was stopped and goes on must not take the others for dead."""
-    watcher = watch.Watch(None, 0, 2, str, 30.0, lambda: None)
+    watcher = make_watch(None, index=0, count=2)
     silences, now = [], iter([0.0, 1.0, 100.0, 101.0])
     monkeypatch.setattr(watcher, "note", lambda *_: None)
     monkeypatch.setattr(watcher, "_notes", lambda: {("alive", 0): "7", ("alive", 1): str(len(silences))})

@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
+from calibadv_jax.config import RolloutConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.runner import RolloutStream
@@ -47,16 +48,13 @@ def question(number):
 def stream(background, staleness=0, per_step=PER_STEP, state=None, tied=(), max_replaced=0):
     """Groups of the numbers `tied` are; the state goes through JSON."""
     drawn = 0 if state is None else state["asked"]
-    rollouts = RolloutStream(
-        background.begin,
-        map(question, count(drawn)),
-        per_step,
-        staleness,
-        0.25,
-        max_replaced,
-        lambda groups: [number in tied for number in numbers(groups)],
-        background.wait_for,
-    )
+
+    def are_tied(groups):
+        return [number in tied for number in numbers(groups)]
+
+    limits = {"max_staleness": staleness, "max_failed_share": 0.25, "replace_tied": max_replaced}
+    config, questions = RolloutConfig(questions_per_step=per_step, **limits), map(question, count(drawn))
+    rollouts = RolloutStream(background.begin, questions, config, are_tied, background.wait_for)
     if state is not None:
         rollouts.restore(json.loads(json.dumps(state)), {f"q{n}": question(n) for n in range(100)})
     return rollouts

@@ -63,7 +63,7 @@ def test_kv_cache_estimate_equals_allocation(mesh, slots):
     """Slots in groups over data and fsdp, rounded up; over tensor heads, or slots where these do not fit."""
     config = changed(SMALL, sampler={"slots": slots}, rollout={"max_length": 64, "max_prompt_length": 32})
     policy, devices = Policy(ARCHITECTURE, Numerics.from_config(config.policy)), make_mesh(mesh)
-    engine = CacheEngine(policy, devices, slots, config.rollout.max_length, 16, 16)
+    engine = CacheEngine(policy, devices, config.sampler, config.rollout.max_length)
     cache = jax.jit(engine._empty_cache, out_shardings=engine._cache_sharding())()
     expected = bytes_on_a_device(cache)
     assert estimate_memory(config, ARCHITECTURE, devices.shape)["kv cache"] == expected

@@ -9,7 +9,7 @@ from compiled_rig import collectives
 from sampler_rig import ALONE, CharTokenizer, make_sampler, sample_sessions
 from tiny_policy import SHAPE, mesh_of, tiny
 
-from calibadv_jax.config import MeshConfig
+from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy import transformer
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS
@@ -157,5 +157,6 @@ def test_widths_of_windows(length, halvings, even_widths):
 
 
 def test_successive_slots_are_of_different_devices(policy):
+    config = SamplerConfig(slots=6, prefill_chunk=8, decode_chunk=4)
     devices = mesh_of(2, data=2, fsdp=1)
-    assert engine.CacheEngine(policy, devices, 6, LENGTH, 8, 4).in_turn == [0, 3, 1, 4, 2, 5]
+    assert engine.CacheEngine(policy, devices, config, LENGTH).in_turn == [0, 3, 1, 4, 2, 5]

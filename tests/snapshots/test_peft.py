@@ -96,8 +96,6 @@ def test_other_options_are_refused_by_name(folder, values, way_out):
     [
         "model.embed_tokens.weight",
         "model.layers.0.self_attn.q_proj.lora_B.bias",
-        "model.layers.0.self_attn.q_proj.lora_magnitude_vector",
-        "model.embed_tokens.lora_embedding_A",
         "lm_head.lora_A.weight",
         "model.layers.0.self_attn.q.lora_A.weight",
     ],

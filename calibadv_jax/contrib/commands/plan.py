@@ -20,7 +20,7 @@ from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, fin
 from calibadv_jax.contrib.planning.work import Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.hosts.joining import check_workers
+from calibadv_jax.hosts.joining import own_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 
@@ -76,7 +76,7 @@ def make_plan(
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
     if target.hosts > 1:  # each has a process
-        check_workers(config.sampler, target.hosts)
+        own_workers(config.sampler, 0, target.hosts)
     architecture = find_architecture(config)
     if architecture is None:
         raise UserError(

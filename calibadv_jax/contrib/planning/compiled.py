@@ -91,9 +91,7 @@ def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name
     numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
     policy, length = Policy(architecture, numerics, adapters), config.learner.row_length
     if name in SAMPLED:
-        sampler = config.sampler
-        sizes = sampler.slots, config.rollout.max_length, sampler.prefill_chunk, sampler.decode_chunk
-        return CacheEngine(policy, mesh, *sizes).lower()[name]
+        return CacheEngine(policy, mesh, config.sampler, config.rollout.max_length).lower()[name]
     if name in OF_CRITIC:
         learner: Learner = critic_learner(
             config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES)
