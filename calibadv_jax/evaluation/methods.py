@@ -17,6 +17,7 @@ _ANSWER = (
     "the answer, short and without explanation, between <answer> and </answer>, for example"
     " <answer> Beijing </answer>."
 )
+FIRST_TRY = 16384  # letters of passages whose tokens are counted first; a page may be a million
 MAX_DRAWS = 8  # other questions whose documents are tried, before a search shows fewer than it found
 
 
@@ -127,8 +128,10 @@ def with_passages(
         beginning = f"{passages[:length]}\n" if length else ""
         return replace(question, text=f"{beginning}Question: {question.text}")
 
-    whole = shown(len(passages))
-    if fits(whole):
-        return whole
-    lengths = range(1, len(passages) + 1)
+    most = FIRST_TRY
+    while most < len(passages) and fits(shown(most)):
+        most *= 2
+    if most >= len(passages) and fits(shown(len(passages))):
+        return shown(len(passages))
+    lengths = range(1, min(most, len(passages)) + 1)
     return shown(bisect_left(lengths, True, key=lambda length: not fits(shown(length))))
