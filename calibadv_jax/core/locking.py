@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 
 LOCK = ".lock"  # in the folder of a run
+LONGEST_COMMAND = 200  # characters
 # Errors of file systems without locks: NFS without its lock service, Lustre mounted without flock.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -83,9 +87,12 @@ def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
 
 
 def _sign(file: int) -> None:
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:LONGEST_COMMAND]
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    text = f"process {os.getpid()} on {socket.gethostname()} since {since} ({' '.join(command.split())})"
     with suppress(OSError):  # the lock holds on a full disk too
         os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        os.pwrite(file, text.encode(errors="replace"), 0)
 
 
 def _forget() -> None:

@@ -51,7 +51,7 @@ def holder(tmp_path):
 
 
 def test_second_process_reads_the_owner(tmp_path, holder):
-    owner = f"process {holder[0].pid} on {os.uname().nodename};"
+    owner = f"process {holder[0].pid} on {os.uname().nodename} since 2.*\\(-c "
     with pytest.raises(EnvironmentFailure, match=f"^run.dir={tmp_path}/run is in use by {owner}") as caught:
         locked_run(tmp_path / "run", silent).__enter__()
     assert "\n" not in str(caught.value)
