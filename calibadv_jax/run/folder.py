@@ -24,7 +24,7 @@ from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import Model, base_of
 from calibadv_jax.services.retriever_client import difference
 from calibadv_jax.services.retriever_client import identity as index_identity
-from calibadv_jax.snapshots.checkpoint import finish_rollback, saved_steps
+from calibadv_jax.snapshots.checkpoint import finish_rollback, newest_step, saved_steps
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def enter_run_folder(
     finish_rollback(folder)
     if mirror:
         mirror.fetch(claim=True)
+    if holds_training(folder):
+        _say_history(folder, say)
     try:
         add_start(folder, dump_config(config), identity)
         policy, base = folder / "policy", base_of(config, model, config.policy.path)
@@ -75,9 +77,20 @@ def enter_run_folder(
 
 def holds_training(folder: Path) -> bool:
     """Whether a run's folder holds trained steps, with or without a checkpoint of them."""
-    metrics = folder / "metrics.jsonl"
-    has_rows = metrics.is_file() and bool(read_metrics(metrics))
-    return has_rows or bool(saved_steps(folder / "checkpoints") or kept_steps(folder))
+    return bool(saved_steps(folder / "checkpoints") or _logged_steps(folder) or kept_steps(folder))
+
+
+def _logged_steps(folder: Path) -> set[int]:
+    path = folder / "metrics.jsonl"
+    return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
+
+
+def _say_history(folder: Path, say: Callable[[str], None]) -> None:
+    saved = newest_step(folder / "checkpoints") or 0
+    if again := sum(step > saved for step in _logged_steps(folder) | kept_steps(folder).keys()):
+        newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
+        count = "1 step is" if again == 1 else f"{again} steps are"
+        say(f"{count} trained again: {newest} (checkpoint.every)")
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:

@@ -211,6 +211,17 @@ def test_older_configs_get_defaults_of_newer_keys(run, tmp_path):
             check_cold_start(other)
 
 
+def test_steps_trained_again_are_reported(run):
+    run()
+    trained(run, 8)
+    assert run() == "8 steps are trained again: there is no checkpoint yet (checkpoint.every)"
+    (run.folder / "checkpoints/6").mkdir(parents=True)
+    output = run()
+    assert output == "2 steps are trained again: the newest checkpoint is that of step 6 (checkpoint.every)"
+    trained(run, 6)
+    assert run() == ""
+
+
 def test_lost_hashes_can_be_accepted(run):
     run(CALCULATOR)
     trained(run, 1)
