@@ -168,6 +168,14 @@ def test_calibration_of_what_grpo_trained(tmp_path, capsys):
     assert [value(cell) for cell in rows(out, "blame/good_spared")[0][:2]] == [0, 0.5]
 
 
+def test_other_advantages_than_the_kept_ones_are_warned_of(tmp_path, capsys):
+    groups, result = scored(Config())
+    result.credits[0].turns[1][0] *= 1 + 1e-6  # more than rounding
+    RolloutWriter(tmp_path, Config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    status, _, err = call(tmp_path, capsys=capsys)
+    assert status == 0 and "1 of 12 turns get another advantage than was kept" in err
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     good, blind, torn = (tmp_path / name for name in ("good", "blind", "torn"))
     keep(good)

@@ -21,7 +21,7 @@ from scipy.stats import rankdata
 from calibadv_jax.advantages.credit import GroupCredit, search_turns
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
-from calibadv_jax.contrib.commands.replay import kept_config, score_again
+from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
@@ -160,7 +160,7 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
     paths = kept_steps(folder) or {1: find_step(folder, 1)}  # raises where there are none
     measured = [Column(column.name, column.overrides) for column in columns]
     configs: dict[tuple[str, tuple[str, ...]], Config] = {}
-    num_groups = 0
+    equal = total = num_groups = 0
     with console.bar(str(folder), len(paths), "steps") as show:
         for done, (step, path) in enumerate(paths.items(), 1):
             kept = read_step(path)
@@ -171,6 +171,9 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
                     configs[key] = kept_config(kept, path, column.overrides)
                 credits, control = credit_again(kept, configs[key]), credit_again(kept, configs[key], seed)
                 column.steps[step] = gather(credits), gather(control)
+                if column is measured[0]:
+                    same, turns = equal_turns(kept.credits, credits)
+                    equal, total = equal + same, total + turns
             show(done)
     num_audited = len(pool(measured[0])[0].groups)
     if not num_audited:
@@ -179,6 +182,9 @@ def audit(folder: Path, columns: Sequence[Column], seed: int, console: Console) 
     if missing := num_groups - num_audited:
         left_out = f"{missing} of {num_groups} groups name no supporting passages and are left out"
         console.warn(f"{folder}: {left_out}")
+    if equal < total:
+        differ = f"{total - equal} of {total} turns get another advantage than was kept"
+        console.warn(f"{folder}: {differ}; calibadv replay shows more")
     return measured
 
 
