@@ -11,13 +11,13 @@ from scripts.size import sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
-    "core lines": 20_230,
+    "core lines": 20_000,
     "retriever lines": 4_000,
-    "optional lines": 7_300,
-    "test lines": 35_160,
+    "optional lines": 6_500,
+    "test lines": 34_000,
     "modules loaded by train": 95,
-    "lines loaded by train": 14_700,
-    "words in README and docs": 37_500,
+    "lines loaded by train": 14_500,
+    "words in README and docs": 37_400,
 }
 # Everyday words that hide what a name holds (docs/glossary.md has the terms).
 VAGUE = {"one", "found", "said", "told", "theirs", "wanted"}
