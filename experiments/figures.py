@@ -105,7 +105,7 @@ def curves(panels: Mapping[str, Results], name: str) -> Figure:
             over_seeds(arm.method, [result.run.values(metric) for result in runs], WINDOW)
             for arm, runs in arms.items()
         ]
-        lines = [line for line in lines if not line.is_empty]
+        lines = [line for line in lines if np.isfinite(line.mean).any()]
         if lines:
             drawn.append(Panel(title, tuple(lines)))
     there = {arm.method for arms in panels.values() for arm in arms}

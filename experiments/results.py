@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from calibadv_jax.contrib.report.runs import IGNORED, Run, flatten, read_json, read_runs
+from calibadv_jax.contrib.report.runs import IGNORED, Run, flatten, read_runs
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.files import read_json
 from calibadv_jax.evaluation.report import ALL, AVERAGE
 from experiments.arms import METHODS, Arm, parse_name, plan
 from experiments.measures import (
@@ -80,6 +81,11 @@ class Result:
 Results = Mapping[Arm, Sequence[Result]]  # by seed
 
 
+def read_evaluation(path: Path) -> dict[str, Any] | None:
+    """Return the report of an evaluation; None where it was not made."""
+    return read_json(path) if path.is_file() else None
+
+
 def evaluated_step(report: Any) -> int:
     """Return the step of the policy that an evaluation.json has scored at TEMPERATURE, or -1."""
     if not isinstance(report, dict) or TEMPERATURE not in report["scores"]:
@@ -106,7 +112,7 @@ def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
     results: list[Result] = []
     for arm in sorted(_arms(output, names), key=_place):
         reports = {
-            path.parent: read_json(path)
+            path.parent: read_evaluation(path)
             for path in (output / "runs" / arm.name).glob("seed-*/evaluation.json")
         }
         folders = [folder for folder, report in reports.items() if evaluated_step(report) > 0]
@@ -114,7 +120,7 @@ def read_results(output: Path, names: Sequence[str] | None = None) -> Results:
             (
                 Result(arm, run, held_out_f1(reports[run.folder]))
                 for run in read_runs(folders)
-                if evaluated_step(reports[run.folder]) == run.setting("learner.steps") == run.steps[-1]
+                if evaluated_step(reports[run.folder]) == run.setting("learner.steps") == max(run.rows)
             ),
             key=lambda result: result.seed,
         )
@@ -178,7 +184,7 @@ def cold_starts(output: Path) -> dict[int, float]:
     """Return seed -> held-out F1 of its cold start."""
     scores = {}
     for path in output.glob("cold/seed-*/evaluation.json"):
-        report = read_json(path)
+        report = read_evaluation(path)
         if report is not None and TEMPERATURE in report["scores"]:
             scores[int(path.parent.name.removeprefix("seed-"))] = held_out_f1(report)
     return dict(sorted(scores.items()))

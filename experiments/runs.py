@@ -27,12 +27,11 @@ from typing import Any
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.report.runs import read_json
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import duration, table
 from experiments.arms import LONG, OF_PART, PARTS, ROOT, Job, plan
 from experiments.report import write_short
-from experiments.results import evaluated_step, held_out_f1
+from experiments.results import evaluated_step, held_out_f1, read_evaluation
 
 EVALUATE_EVERY = 20  # steps
 COMMON = ["evaluate.temperatures=[1.0]", "log.backends=[]"]  # of every command
@@ -48,12 +47,12 @@ def run_folder(output: Path, job: Job) -> Path:
 
 def is_cold_done(output: Path, seed: int) -> bool:
     folder = cold_folder(output, seed)
-    return (folder / "sft/config.json").is_file() and read_json(folder / "evaluation.json") is not None
+    return (folder / "sft/config.json").is_file() and (folder / "evaluation.json").is_file()
 
 
 def is_done(output: Path, job: Job) -> bool:
     """Return whether the policy of the last step has been evaluated, which is the last stage."""
-    return evaluated_step(read_json(run_folder(output, job) / "evaluation.json")) >= job.steps
+    return evaluated_step(read_evaluation(run_folder(output, job) / "evaluation.json")) >= job.steps
 
 
 def cold_command(output: Path, seed: int, config: str) -> list[str]:
@@ -135,7 +134,7 @@ class Runs:
             return
         commands = [make(self.output, job, self.config) for make in (train_command, evaluate_command)]
         if self._try(job.name, run_folder(self.output, job), 1, *commands):
-            f1 = held_out_f1(read_json(run_folder(self.output, job) / "evaluation.json"))
+            f1 = held_out_f1(read_evaluation(run_folder(self.output, job) / "evaluation.json"))
             say(f"{job.name}: held-out F1 {f1:.3f}; {self.num_done()} of {len(self.jobs)} runs done")
 
     def _try(self, name: str, folder: Path, num_devices: int, *commands: Sequence[str]) -> bool:

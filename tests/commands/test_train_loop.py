@@ -311,13 +311,10 @@ def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, templat
     carried[0] = replace(carried[0], golden_answers=("The",))
     fitting = configured(tmp_path / "fitting", {"a": 1.0, "b": 1.0}, "from_data")
     write_questions(tmp_path / "fitting/mixed.jsonl", carried)
-    for check in (doctor.check_questions, doctor.check_question_files):
-        lines = check(fitting)
-        assert any("12 questions (a, b)" in line for line in lines)
-        warned = [line for line in lines if "a golden answer that normalises to" in line]
-        assert [line.split(": ")[:2] for line in warned] == [
-            ["warning", f"data.{n}"] for n in ("train", "eval")
-        ]
+    lines = doctor.check_questions(fitting)
+    assert any("12 questions (a, b)" in line for line in lines)
+    warned = [line for line in lines if "a golden answer that normalises to" in line]
+    assert [line.split(": ")[:2] for line in warned] == [["warning", f"data.{n}"] for n in ("train", "eval")]
 
 
 def test_overlong_prompts_are_refused_or_left_out(tmp_path, monkeypatch, capsys):

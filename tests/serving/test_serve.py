@@ -83,7 +83,7 @@ def test_stream_gives_turns_then_answer_then_usage(agent):
 
 
 def test_missing_answer_is_refusal_with_reason(agent):
-    reasons = {"rambling?": "neither searches nor answers", "endless?": "its last search came after the last"}
+    reasons = {"rambling?": "neither searches nor answers", "endless?": "its last search had no turn"}
     for question, reason in reasons.items():
         message = ask(agent, question).choices[0].message
         assert message.content == "" and message.refusal.startswith("no answer: ")
