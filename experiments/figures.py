@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from calibadv_jax.contrib.report.draw import COLOURS, DASHES, LINE_WIDTH, MUTED, SMALL_TEXT, STYLE, UNIT, draw
 from calibadv_jax.contrib.report.gather import Chart, Panel, over_seeds
 from calibadv_jax.contrib.report.gather import Figure as Description

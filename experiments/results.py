@@ -81,14 +81,14 @@ class Result:
 Results = Mapping[Arm, Sequence[Result]]  # by seed
 
 
-def read_evaluation(path: Path) -> dict[str, Any] | None:
-    """Return the report of an evaluation; None where it was not made."""
-    return read_json(path) if path.is_file() else None
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Return the report of an evaluation; empty where it was not made."""
+    return read_json(path) if path.is_file() else {}
 
 
-def evaluated_step(report: Any) -> int:
+def evaluated_step(report: Mapping[str, Any]) -> int:
     """Return the step of the policy that an evaluation.json has scored at TEMPERATURE, or -1."""
-    if not isinstance(report, dict) or TEMPERATURE not in report["scores"]:
+    if TEMPERATURE not in report.get("scores", ()):
         return -1
     step = report["policy"]["step"]
     return -1 if step is None else int(step)
@@ -185,6 +185,6 @@ def cold_starts(output: Path) -> dict[int, float]:
     scores = {}
     for path in output.glob("cold/seed-*/evaluation.json"):
         report = read_evaluation(path)
-        if report is not None and TEMPERATURE in report["scores"]:
+        if TEMPERATURE in report["scores"]:
             scores[int(path.parent.name.removeprefix("seed-"))] = held_out_f1(report)
     return dict(sorted(scores.items()))
