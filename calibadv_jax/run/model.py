@@ -257,7 +257,10 @@ class PolicySource:
     step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.path}" + ("" if self.step is None else f", step {self.step}")
+        if self.kind == "checkpoint":
+            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
+            return f"{which} in {self.path}"
+        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
 
     @property
     def model_folder(self) -> Path:

@@ -71,7 +71,7 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     status, out, _ = call("doctor", *arguments, "data.eval=none.jsonl")
     assert status == 1 and "FAIL questions" in out
     trained = run("evaluate")  # without evaluate.policy: what was trained, not where it began
-    assert f"policy: checkpoint {folder}/checkpoints" in trained
+    assert f"policy: the newest checkpoint in {folder}/checkpoints" in trained
     exported = run("evaluate", f"evaluate.policy={folder}/hf")
-    assert f"policy: huggingface {folder}/hf" in exported and "cover_em" in exported
+    assert f"policy: HuggingFace folder {folder}/hf" in exported and "cover_em" in exported
     assert trained.splitlines()[1:] == exported.splitlines()[1:]

@@ -74,7 +74,10 @@ def run(config: Config) -> None:
         console.say(f"{label:>10}  {path}")
     run_folder = shlex.quote(str(Path(config.run.dir).resolve()))
     policy = shlex.quote(str(output.resolve()))
-    calibadv = f"{shlex.quote(sys.executable)} -m calibadv_jax"
+    program = Path(sys.executable).with_name("calibadv")  # else the package is not installed, but on the path
+    calibadv = (
+        shlex.quote(str(program)) if program.is_file() else f"{shlex.quote(sys.executable)} -m calibadv_jax"
+    )
     console.say("next:")
     console.say(f"  {calibadv} inspect {run_folder}   # every trajectory with the credit of each turn")
     console.say(f"  {calibadv} report {run_folder}   # one page with all curves")
