@@ -229,7 +229,7 @@ class Replicas:
                     self._free.put_nowait(replica)
 
     def _leave_out(self, replica: Replica, reason: Unreachable) -> bool:
-        """Send the service no requests until its health is good; return False for the last one: it stays."""
+        """Send the service no requests until its health is good; keep the last service, and return False."""
         replica.is_verified = False
         if all(candidate.other for candidate in self._all):
             raise UserError(

@@ -75,9 +75,8 @@ def run(config: Config) -> None:
     run_folder = shlex.quote(str(Path(config.run.dir).resolve()))
     policy = shlex.quote(str(output.resolve()))
     program = Path(sys.executable).with_name("calibadv")  # else the package is not installed, but on the path
-    calibadv = (
-        shlex.quote(str(program)) if program.is_file() else f"{shlex.quote(sys.executable)} -m calibadv_jax"
-    )
+    words = [str(program)] if program.is_file() else [sys.executable, "-m", "calibadv_jax"]
+    calibadv = shlex.join(words)
     console.say("next:")
     console.say(f"  {calibadv} inspect {run_folder}   # every trajectory with the credit of each turn")
     console.say(f"  {calibadv} report {run_folder}   # one page with all curves")
