@@ -65,7 +65,8 @@ def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
 def read_config(path: Path, way_out: str) -> dict[str, Any]:
     """Return the nested values of a kept config; raise UserError, which ends with `way_out`, if damaged."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text) if text.endswith("\n") else None  # cut off, it may still be YAML
     except (yaml.YAMLError, UnicodeDecodeError):
         values = None
     if not isinstance(values, dict) or not all(isinstance(each, dict | list) for each in values.values()):

@@ -178,7 +178,7 @@ def test_start_without_its_hashes_is_none(tmp_path, monkeypatch):
     assert newest_start(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"run:\n", b"{", b"\xff\xfe\n"])
+@pytest.mark.parametrize("content", [b"", b"run:\n", b"{", b"\xff\xfe\n", b"run: {}\nlearner:\n  steps: 1"])
 @pytest.mark.parametrize("name", ["1.yaml", "1.json"])
 def test_damaged_start_is_refused_until_removed(run, name, content):
     path, source = run / "configs" / name, find_policy(run / "checkpoints")
