@@ -34,7 +34,7 @@ from calibadv_jax.policy.weights import summary
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback, saved_steps
 
-MARKER, OBJECTS = "marker", "objects"  # in the store
+MARKER, OBJECTS, OLD_MARKER = "marker", "objects", "mirror.json"  # in the store; the last of version 0.1
 PINS, CHECKPOINTS = ".mirror", "checkpoints"  # in the run's folder
 PAUSE = 10.0  # seconds between two tries to upload
 PATIENCE, HURRY = 600.0, 120.0  # seconds for which an orderly end, and any other, waits for the last copy
@@ -185,8 +185,7 @@ class Mirror:
             self._store.call(
                 "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
             )
-            wrong = [path for path, part in parts.items() if part.stat().st_size != files[path][1]]
-            if wrong:
+            if wrong := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
                 fault = f"{self._key}: {summary(wrong)} not as long as its marker says"
                 raise UserError(f"{fault}; remove the copy")
             for path, part in parts.items():
@@ -314,6 +313,8 @@ class Mirror:
 
     def _newest(self) -> _Version:
         names, way_out = list(self._store.sizes(MARKER)), "choose another place"
+        if not names and OLD_MARKER in self._store.sizes(""):
+            raise UserError(f"{self._key} holds a copy in an older format ({OLD_MARKER}); {way_out}")
         if not names:
             return _Version()
         try:

@@ -471,7 +471,7 @@ def test_folder_within_the_other_is_refused(tmp_path, name):
 
 
 def test_store_that_holds_no_run_is_refused(tmp_path, copied):
-    """Not JSON, of another form, or with paths outside of the run."""
+    """Not JSON, of an older format, or with paths outside of the run."""
     stolen, [file] = tmp_path / "elsewhere" / "stolen", (copied / MARKER).iterdir()
     version = json.loads(file.read_text())
     paths = [str(stolen), "../stolen", "a//b", "a/../../stolen", ".lock", "rollouts/.lock", ""]
@@ -484,6 +484,9 @@ def test_store_that_holds_no_run_is_refused(tmp_path, copied):
         file.write_text(text)
         with pytest.raises(UserError, match=f"{re.escape(words)} is .*choose another place"):
             opened(tmp_path / "b", copied).fetch()
+    file.rename(copied / "mirror.json")
+    with pytest.raises(UserError, match=r"older format \(mirror.json\); choose another place"):
+        opened(tmp_path / "b", copied).fetch()
     assert not list(tmp_path.rglob("stolen")) and not list((tmp_path / "b").rglob(".lock"))
     assert checkpoints(tmp_path / "b") == []
 
