@@ -182,7 +182,7 @@ class Prometheus(MetricsBackend):
         host, _, port = log.prometheus.rpartition(":")
         try:
             self._server, self._thread = client.start_http_server(int(port), host, registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the second: a port above 65535
             fault = f"no server there ({one_line(error)})"
             raise UserError(f"log.prometheus={log.prometheus}: {fault}; choose another port") from error
 

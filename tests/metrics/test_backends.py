@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
@@ -130,8 +131,9 @@ def test_prometheus_shows_the_newest_step(tmp_path, prometheus):
         writer.write(2, {"reward/mean": 0.75} | dict.fromkeys(("f1/nq/open", "f1/nq_open", "f1/百科"), 0.5))
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
             text = reply.read().decode()
-        with pytest.raises(UserError, match=f"log.prometheus={address}: no server there"):
-            open_backends(prometheus, tmp_path, 1)
+        for used in (address, "127.0.0.1:99999"):
+            with pytest.raises(UserError, match=f"log.prometheus={used}: no server there"):
+                open_backends(replace(prometheus, prometheus=used), tmp_path, 1)
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     f1 = [f"calibadv_f1_{name} 0.5" for name in ("__", "nq_open", "nq_open_2")]
     assert sorted(lines) == [*f1, "calibadv_reward_mean 0.75", "calibadv_step 2.0"]
