@@ -196,7 +196,7 @@ def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[s
     are given up (EnvironmentFailure). Raises UserError if the processes disagree about their numbers.
     """
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
+    if not port.isdigit() or int(port) > 65535:
         raise UserError(f"distributed.coordinator_address={address} names no port; set it to host:port")
     begun, has_warned = time.monotonic(), False
 
@@ -270,13 +270,12 @@ def _come(host: str, port: int, count: int, index: int, check: Callable[[str], N
             break
         except OSError:  # not started yet, or its name is not known yet
             time.sleep(PERIOD)
-    with connection, connection.makefile("rb") as lines:
+    with connection, connection.makefile("rb") as lines, suppress(OSError):
         connection.sendall(b"calibadv %d %d\n" % (index, count))
         while not select.select([connection], [], [], PERIOD)[0]:
             check("another process (process 0 says which)")
-        with suppress(OSError):
-            if lines.readline(LINE) == _GO:
-                return
+        if lines.readline(LINE) == _GO:
+            return
     fault = f"process 0 ({host}:{port}) ended before all had started"
     raise EnvironmentFailure(f"{fault}; see its error, and start all processes again")
 

@@ -207,13 +207,22 @@ def test_other_answer_than_go_is_the_end_of_process_0(answer):
             other.result()
 
 
+def test_process_0_that_ends_before_the_greeting_is_named(monkeypatch):
+    place, other = socket.socketpair()
+    other.close()
+    monkeypatch.setattr(joining.socket, "create_connection", lambda *_, **__: place)
+    with pytest.raises(EnvironmentFailure, match="ended before all had started"):
+        joining.meet("127.0.0.1:1", 3, 2, 10.0, print)
+
+
 def test_port_in_use_is_an_environment_failure():
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(EnvironmentFailure, match=f"port {port} cannot be opened"):
             joining.meet(f"127.0.0.1:{port}", 2, 0, 1.0, print)
-    with pytest.raises(UserError, match="names no port"):
-        joining.meet("host", 2, 0, 1.0, print)
+    for address in ("host", "host:99999"):
+        with pytest.raises(UserError, match="names no port"):
+            joining.meet(address, 2, 0, 1.0, print)
 
 
 # The imports take longest: every process is a fork of one program, before it has a device.
