@@ -86,6 +86,11 @@ def kept_values(config: Config) -> dict[str, Any]:
     return values
 
 
+def with_references(values: Any) -> Any:
+    """Return nested values of a config with references in place of what comes from the environment."""
+    return map_texts(values, lambda key, text: _references.get((key, text), text))
+
+
 def _merged(
     files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str], with_inputs: bool = False
 ) -> Config:

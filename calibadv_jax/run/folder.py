@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
 from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
 from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.load import kept_values
+from calibadv_jax.config.load import kept_values, with_references
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
@@ -200,7 +200,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     config["sft"]["phases"] = [phase | values for values in config["sft"]["phases"]]
     tools = [{"name": entry} if isinstance(entry, str) else entry for entry in config["tools"]]
     config["tools"] = [tool | values for values in tools]
-    return config
+    return with_references(config)  # earlier versions kept the values
 
 
 def _merged(defaults: Any, values: Any) -> Any:

@@ -323,6 +323,9 @@ def test_keys_of_the_environment_are_compared_by_name(run, monkeypatch):
         monkeypatch.setenv("MY_KEY", key)
         assert "changed" not in run(server)
         trained(run, 3)
+    for path in (run.folder / "configs").glob("*.yaml"):  # as version 0.1 kept it
+        path.write_text(path.read_text().replace("${oc.env:MY_KEY}", "correct-horse"))
+    assert "changed" not in run(server)
     output = run("tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]", "checkpoint.allow_change=[tools]")
     assert "accepted" in output and "correct-horse" not in output
 
