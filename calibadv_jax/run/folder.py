@@ -245,9 +245,10 @@ def changed_keys(
 
 def is_binding(name: str, config: Config) -> bool:
     """Whether a change of this key makes a resumed run another experiment."""
-    if name == "learner.steps":  # a longer run is the same one, unless its rate depends on the length
-        optimizer = config.learner.optimizer
-        return optimizer.schedule != "constant" and not optimizer.decay_updates
+    if name == "learner.steps":  # a longer run is the same one, unless a rate depends on the length
+        critic = [config.critic.optimizer] if config.advantage.has_critic else []
+        optimizers = [config.learner.optimizer, *critic]
+        return any(each.schedule != "constant" and not each.decay_updates for each in optimizers)
     if among(["policy.init"], name):
         return not config.policy.path
     return among(LEARNED, name) or not among(UNLEARNED, name)

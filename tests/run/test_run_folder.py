@@ -62,6 +62,7 @@ def test_newest_of_many_starts_is_compared(run):
 
 
 DECAY = "learner.optimizer.decay_updates"
+CRITIC = ["learner.optimizer.schedule=constant", "advantage.name=gae"]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,8 @@ DECAY = "learner.optimizer.decay_updates"
         ([f"{DECAY}=20"], f"{DECAY}=30", True),
         ([f"{DECAY}=20"], "learner.steps=20", False),
         (["learner.optimizer.schedule=constant"], "learner.steps=20", False),
+        ([*CRITIC, "critic.optimizer.schedule=linear"], "learner.steps=20", True),
+        (CRITIC, "learner.steps=20", False),
         ([], "data.train=elsewhere.jsonl", False),
         ([], "log.backends=[]", False),
         ([], "sampler.slots=3", False),
