@@ -89,8 +89,7 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, console: Console) -> None:
-    folder, sft = Path(config.run.dir), config.sft
-    sft = dataclasses.replace(sft, row_length=config.sft_row_length)
+    folder, sft = Path(config.run.dir), dataclasses.replace(config.sft, row_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)

@@ -21,7 +21,7 @@ from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
-from calibadv_jax.run.model import Model, base_of
+from calibadv_jax.run.model import BASE, Model, base_of
 from calibadv_jax.services.retriever_client import difference
 from calibadv_jax.services.retriever_client import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import finish_rollback, newest_step, saved_steps
@@ -66,6 +66,8 @@ def enter_run_folder(
         policy.mkdir(exist_ok=True)
         if base:
             base.write(policy)
+        else:
+            (policy / BASE).unlink(missing_ok=True)
         write_json(policy / "config.json", model.hf_config)
         copy_tokenizer(model.tokenizer_folder, policy)
         hub.write_pins(folder, model.pins)

@@ -143,9 +143,12 @@ def save_folder(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files, and generation_config.json if there is one."""
+    """Copy the tokenizer's files, and generation_config.json if there is one; those of another go."""
     if source.resolve() == target.resolve():
         return
+    for file in target.iterdir():
+        if _is_tokenizer_file(file.name) and not (source / file.name).is_file():
+            file.unlink()
     for file in sorted(source.iterdir()):
         if file.is_file() and _is_tokenizer_file(file.name):
             with replacing(target / file.name) as partial:

@@ -182,6 +182,16 @@ def test_unknown_key_or_unusable_folder_is_refused(run):
     assert refuses(run, "cannot be written")
 
 
+def test_files_of_a_policy_without_training_are_replaced(run):
+    """As after a start with adapters of a policy with another tokenizer."""
+    run()
+    for name in ("base.json", "chat_template.jinja", "notes.txt"):
+        (run.folder / "policy" / name).write_text("{}")
+    run()
+    names = sorted(path.name for path in (run.folder / "policy").iterdir())
+    assert names == ["config.json", "notes.txt", "tokenizer.json"]
+
+
 def without(path, *sections, key):
     """As a version wrote it that did not have the key yet."""
     values = section = yaml.safe_load(path.read_text())
