@@ -34,8 +34,7 @@ def _check_something_is_learned(config: Config) -> None:
         keys, advice = "rollout.max_searches is 0 and reward.format is true", "set reward.format=false"
         raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
     if rollout.group_size == 1 and rollout.replace_tied:
-        fault = f"rollout.replace_tied={rollout.replace_tied} would replace every group"
-        raise UserError(f"rollout.group_size is 1, and {fault}: raise it, or set rollout.replace_tied=0")
+        raise UserError("rollout.group_size=1 ties every group; raise it, or set rollout.replace_tied=0")
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if rollout.group_size == 1 and credit.is_calibrated and balances and credit.adjust != "clip":
         fault = "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question"

@@ -31,7 +31,7 @@ ALONE = {"group_size": 1}
         ({"max_searches": 0}, {}, {"format": False}, ""),
         (ALONE, {}, {}, "group_size is 1, but advantage.name=calibadv .*every answer .* the advantage 0"),
         ({"group_size": 2}, {}, {}, ""),
-        (ALONE | {"replace_tied": 3}, {"name": "gae"}, {}, "replace_tied=3 would replace every group"),
+        (ALONE | {"replace_tied": 3}, {"name": "gae"}, {}, "group_size=1 ties every group; .*replace_tied=0"),
         ({"group_size": 2, "replace_tied": 3}, {}, {}, ""),
         (ALONE, {"name": "gae"}, {}, ""),
         (ALONE, {"rebalance": False}, {}, ""),
