@@ -102,7 +102,7 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
         return
     values = read_config(path, f"remove {config.sft.output}, and the cold start is made again")
     before = with_defaults(rebase_paths(values, path.parent))
-    now = rebase_paths(kept_values(config), path.parent)
+    now = with_defaults(rebase_paths(kept_values(config), path.parent))
     if config.sft.row_length is None:  # the cold start has chosen it
         now["sft"]["row_length"] = before["sft"]["row_length"]
     if changed := changed_keys(before, now, COLD_START_KEYS, may_differ):
@@ -170,7 +170,8 @@ def _changes(
     start: Start, config: Config, identity: Mapping[str, str]
 ) -> Iterator[tuple[str, Any, Any, bool]]:
     """Yield (dotted key, value then, value now, whether it makes another experiment)."""
-    before, now = with_defaults(start.config), rebase_paths(kept_values(config), Path(config.run.dir))
+    now = with_defaults(rebase_paths(kept_values(config), Path(config.run.dir)))
+    before = with_defaults(start.config)
     for name, old, new in differences(before, now):
         is_equal = name == "tools" and offers_same(before, now)
         yield name, old, new, is_binding(name, config) and not is_equal
@@ -196,13 +197,13 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an earlier start, as `kept_values`; newer keys get their defaults."""
+    """Return a kept config with defaults of newer keys, and references for values of earlier versions."""
     config: dict[str, Any] = _merged(dataclasses.asdict(Config()), values)
     phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
     config["sft"]["phases"] = [phase | values for values in config["sft"]["phases"]]
     tools = [{"name": entry} if isinstance(entry, str) else entry for entry in config["tools"]]
     config["tools"] = [tool | values for values in tools]
-    return with_references(config)  # earlier versions kept the values
+    return with_references(config)
 
 
 def _merged(defaults: Any, values: Any) -> Any:

@@ -331,14 +331,18 @@ def served(url, more="", **own):
 
 def test_keys_of_the_environment_are_compared_by_name(run, monkeypatch):
     monkeypatch.setattr("calibadv_jax.run.fingerprints.tools_hash", lambda config: "the same")
-    server = "tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]"
+    monkeypatch.setenv("MY_SCRATCH", str(run.folder.parent))
+    server = [
+        "run.dir=${oc.env:MY_SCRATCH}/run",
+        "tools=[search, {mcp: {command: 'srv --key ${oc.env:MY_KEY}'}}]",
+    ]
     for key in ("hunter2", "correct-horse"):
         monkeypatch.setenv("MY_KEY", key)
-        assert "changed" not in run(server)
+        assert "changed" not in run(*server)
         trained(run, 3)
     for path in (run.folder / "configs").glob("*.yaml"):  # as version 0.1 kept it
         path.write_text(path.read_text().replace("${oc.env:MY_KEY}", "correct-horse"))
-    assert "changed" not in run(server)
+    assert "changed" not in run(*server)
     output = run("tools=[search, {mcp: {command: '${oc.env:MY_KEY}'}}]", "checkpoint.allow_change=[tools]")
     assert "accepted" in output and "correct-horse" not in output
 
