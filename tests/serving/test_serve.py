@@ -173,6 +173,9 @@ def test_token_guards_the_api_alone():
         replies = [httpx.get(agent.url + path, headers=elsewhere) for path in ("/", "/health", "/page.js")]
         assert [reply.status_code for reply in replies] == [200, 200, 200]
         assert all("script-src 'self'" in reply.headers["Content-Security-Policy"] for reply in replies)
+    with served(token="voilà") as agent:  # its last byte is a space of Latin-1, as which headers are read
+        header = {"Authorization": "Bearer voilà".encode()}
+        assert httpx.get(f"{agent.url}/v1/models", headers=header).status_code == 200
 
 
 def test_questions_beyond_the_queue_are_refused(agent):

@@ -343,7 +343,7 @@ def _refusal(path: str, headers: Headers, token: str) -> ApiError | None:
     if origin and origin.partition("://")[2] != host:
         return ApiError(403, "pages of other origins are not served")
     scheme, _, sent = headers.get("authorization", "").partition(" ")
-    is_token = hmac.compare_digest(sent.strip().encode("latin-1"), token.encode())
+    is_token = hmac.compare_digest(sent.encode("latin-1").strip(), token.encode())
     if token and path.startswith("/v1/") and not (is_token and scheme.lower() == "bearer"):
         message = "send the header Authorization: Bearer <the service's token>"
         return ApiError(401, message, {"WWW-Authenticate": "Bearer"})
