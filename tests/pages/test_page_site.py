@@ -174,6 +174,15 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
 
 
+def test_settings_that_are_no_longer_allowed_are_shown(small_run, monkeypatch):
+    site = Site(small_run)
+    metadata = site._metadata()
+    older = json.loads(metadata["advantage"]) | {"name": "early", "softening": "early", "gone": 1}
+    monkeypatch.setattr(site, "_metadata", lambda: metadata | {"advantage": json.dumps(older)})
+    words = json.loads(site.get("data/group_1_0.json"))["why"]
+    assert "Advantage by early: a function of the run's own." in words
+
+
 def test_folders_without_rollouts_are_named(tmp_path):
     (tmp_path / "none").mkdir()
     add_start(tmp_path / "none", "log: {rollouts: none}\n", {})
