@@ -172,6 +172,7 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
     (other / "rollouts/step_2.parquet").replace(folder / "rollouts/step_2.parquet")
     assert len(site.steps()[1]["groups"]["group"]) == 2
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
+    assert len(site._steps) == 2  # not the replaced one
 
 
 def test_settings_that_are_no_longer_allowed_are_shown(small_run, monkeypatch):

@@ -65,7 +65,7 @@ class Site:
     def __init__(self, folder: Path):
         self.folder = folder
         self._table = lru_cache(maxsize=_TABLES_HELD)(lambda path, *version: read_columns(path))
-        self._step = lru_cache(maxsize=None)(_read_step)
+        self._steps: dict[tuple[int, Path, int, int], dict[str, Any]] = {}
         if kept_steps(folder):
             self._pieces.text([])  # so that a missing tokenizer is named now
         elif self._config().get("log", {}).get("rollouts", "none") == "none":
@@ -98,7 +98,10 @@ class Site:
 
     def steps(self) -> list[dict[str, Any]]:
         """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
-        return [self._step(step, *version) for step, version in self._versions().items()]
+        versions = [(step, *version) for step, version in self._versions().items()]
+        steps = {version: self._steps.get(version) or _read_step(*version) for version in versions}
+        self._steps = steps  # without those of files that are gone
+        return list(steps.values())
 
     def index_tag(self) -> str:
         """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
