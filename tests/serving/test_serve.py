@@ -13,7 +13,7 @@ need("openai", "starlette", "uvicorn")
 import openai  # noqa: E402
 from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
-from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed  # noqa: E402
+from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError  # noqa: E402
 
 
 @pytest.fixture
@@ -221,6 +221,9 @@ def test_failed_sampler_or_retriever_has_a_status(agent, stream):
     with pytest.raises(openai.APIError, match="retriever: no answer for 10 s"):
         reply = ask(agent, stream=stream)  # its first turn was sampled
         list(reply)
+    agent.shelf.error = UserError("retriever: set the token")  # the service's mistake, not the client's
+    reply = post(agent, stream=stream)
+    assert reply.status_code == (200 if stream else 503) and "server_error" in reply.text
 
 
 def test_question_beyond_the_time_limit_fails():
