@@ -99,9 +99,8 @@ class Site:
     def steps(self) -> list[dict[str, Any]]:
         """Return `tabulate` of every step; a step's file is read once, and again where it has changed."""
         versions = [(step, *version) for step, version in self._versions().items()]
-        steps = {version: self._steps.get(version) or _read_step(*version) for version in versions}
-        self._steps = steps  # without those of files that are gone
-        return list(steps.values())
+        self._steps = {version: self._steps.get(version) or _read_step(*version) for version in versions}
+        return list(self._steps.values())
 
     def index_tag(self) -> str:
         """Return the HTTP entity tag of the index, which changes with the steps; no file is read."""
