@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from benchmarks.generated_run import make_turn, write_run
 from calibadv_jax.config import Config, PromptConfig, dump_config
@@ -171,6 +172,16 @@ def test_step_that_is_written_again_is_read_again(tmp_path, small_run, tokenizer
     (other / "rollouts/step_2.parquet").replace(folder / "rollouts/step_2.parquet")
     assert len(site.steps()[1]["groups"]["group"]) == 2
     assert json.loads(site.get("data/group_2_1.json"))["data_source"] == "comparison"
+    assert len(site._steps) == 2  # not the replaced one
+
+
+def test_settings_that_are_no_longer_allowed_are_shown(small_run, monkeypatch):
+    site = Site(small_run)
+    metadata = site._metadata()
+    older = json.loads(metadata["advantage"]) | {"name": "early", "softening": "early", "gone": 1}
+    monkeypatch.setattr(site, "_metadata", lambda: metadata | {"advantage": json.dumps(older)})
+    words = json.loads(site.get("data/group_1_0.json"))["why"]
+    assert "Advantage by early: a function of the run's own." in words
 
 
 def test_folders_without_rollouts_are_named(tmp_path):
@@ -203,6 +214,18 @@ def test_any_tokens_make_their_whole_text(pieces, tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
     cut = pieces.pieces(ids)
     assert len(cut) == len(ids) and "".join(cut) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.timeout(60)  # a policy may repeat a byte
+def test_bytes_that_make_no_character_have_pieces(tmp_path):
+    """Also where a byte changes the text of those before it, as in Llama 2's tokenizer."""
+    words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"b": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    pieces = Pieces(tmp_path).pieces
+    assert pieces([256, 0x41, 0xE2, 256, 0xC3, 0xA9, 256]) == ["b", "\ufffd", "", "\ufffdb", "", "é", "b"]
+    assert "".join(pieces([0xE2] * 50_000)) == "\ufffd" * 50_000
 
 
 def test_tokenizer_is_read_or_named_as_damaged(tmp_path):

@@ -110,7 +110,7 @@ def test_best_shortest_earliest_trajectory_is_chosen(tmp_path, select):
 
 def test_lowest_score_defaults_to_the_largest_reward(tmp_path, select):
     rows = [trajectory("q1", "half", score=1.0), trajectory("q2", "right", score=2.0)]
-    config = {"reward": {"answer": {"f1": 1, "em": 1}}}
+    config = {"reward": {"answer": {"f1": 1, "em": 1}, "judge": {"max_answer": 2000}}}  # a key of 0.1.0
     write(tmp_path / "run", 1, rows, config)
     assert select(tmp_path / "run")[-1] == ["right"]
     write(tmp_path / "run", 1, rows[:1], config)

@@ -156,6 +156,8 @@ def test_overrides_and_own_tokenizer_reach_the_policy(asked, tmp_path, own):
     assert read.rollout.temperature == 0
     *_, read, _, _ = asked("who?", "policy.tokenizer=mine", "--config", str(config), "--temperature", "0.5")
     assert read.policy.tokenizer == "mine" and read.rollout.temperature == 0.5
+    *_, read, _, _ = asked("who?", "rollout.temperature=0.7", "--config", str(config))
+    assert read.rollout.temperature == 0.7
 
 
 def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):

@@ -13,7 +13,7 @@ need("openai", "starlette", "uvicorn")
 import openai  # noqa: E402
 from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
-from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed  # noqa: E402
+from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError  # noqa: E402
 
 
 @pytest.fixture
@@ -173,6 +173,9 @@ def test_token_guards_the_api_alone():
         replies = [httpx.get(agent.url + path, headers=elsewhere) for path in ("/", "/health", "/page.js")]
         assert [reply.status_code for reply in replies] == [200, 200, 200]
         assert all("script-src 'self'" in reply.headers["Content-Security-Policy"] for reply in replies)
+    with served(token="voilà") as agent:  # its last byte is a space of Latin-1, as which headers are read
+        header = {"Authorization": "Bearer voilà".encode()}
+        assert httpx.get(f"{agent.url}/v1/models", headers=header).status_code == 200
 
 
 def test_questions_beyond_the_queue_are_refused(agent):
@@ -218,6 +221,9 @@ def test_failed_sampler_or_retriever_has_a_status(agent, stream):
     with pytest.raises(openai.APIError, match="retriever: no answer for 10 s"):
         reply = ask(agent, stream=stream)  # its first turn was sampled
         list(reply)
+    agent.shelf.error = UserError("retriever: set the token")  # the service's mistake, not the client's
+    reply = post(agent, stream=stream)
+    assert reply.status_code == (200 if stream else 503) and "server_error" in reply.text
 
 
 def test_question_beyond_the_time_limit_fails():

@@ -117,13 +117,14 @@ def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tupl
     if not arguments.policy.exists():
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
-    own_tokenizer = ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
-    config = load_config(arguments.config or run_config(source), [*own_tokenizer, *overrides])
+    own = ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
+    own.append(f"rollout.temperature={arguments.temperature}")
+    config = load_config(arguments.config or run_config(source), [*own, *overrides])
     programs = [tool.mcp.command for tool in config.tools if tool.mcp and tool.mcp.command]
     if programs and not (arguments.config or arguments.start_programs):  # the run may be somebody else's
         advice = "--start-programs allows it, and --config FILE takes a config of your own"
         raise UserError(f"{source}: the run's config starts a program, {programs[0]!r}; {advice}")
-    return replace(config, rollout=replace(config.rollout, temperature=arguments.temperature)), source
+    return config, source
 
 
 def run_config(source: PolicySource) -> Path:

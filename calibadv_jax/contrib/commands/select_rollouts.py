@@ -64,7 +64,8 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
     if not (files := kept_steps(folder)):
         raise UserError(f"{folder}: no rollouts/step_N.parquet; give a run with log.rollouts=parquet")
     for path in files.values():
-        reward = RewardConfig(**json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
+        reward = RewardConfig()  # updated unchecked: older runs had other keys
+        vars(reward).update(json.loads(read_metadata(path).get("config", "{}")).get("reward", {}))
         if reward.shuffle:
             raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
         head = read_columns(path, COLUMNS).to_pylist()

@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_filled, two_sides
@@ -26,6 +25,8 @@ from calibadv_jax.record.reader import from_rows
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
+_REPLACEMENT = "\ufffd"  # written by a decoder for bytes that are no character (yet)
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
 # Columns that are shown as they are.
 _GROUP = ("step", "group", "question_id", "question", "data_source", "golden_answers", "supporting_ids")
 _TRAJECTORY = ("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw")
@@ -59,9 +60,15 @@ class Pieces:
 
         A character that several tokens make belongs to the last of them; the others are empty.
         """
-        whole, stream = self.text(ids), DecodeStream(skip_special_tokens=False)
-        lengths = [len(stream.step(self._tokenizer, token) or "") for token in ids]
-        # Bytes at the end that make no character are the last token's.
+        whole, lengths = self.text(ids), []
+        start = end = 0  # ids[start:end] have their pieces, and ids[start:] are decoded together
+        for place in range(1, len(ids) + 1):
+            before, after = self.text(ids[start:end]), self.text(ids[start:place])
+            is_open = after.endswith(_REPLACEMENT) and place - end < _LONGEST_CHARACTER
+            lengths.append(0 if is_open else max(0, len(after) - len(before)))
+            if not is_open:
+                start, end = end, place
+        # The last token has the rest: bytes that make no character.
         bounds = [0, *accumulate(lengths[:-1]), len(whole)]
         return [whole[start:end] for start, end in pairwise(bounds)] if ids else []
 

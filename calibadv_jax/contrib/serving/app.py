@@ -265,10 +265,12 @@ class Service:
         self.attempts.add(task)
         task.add_done_callback(self.attempts.discard)
         task.add_done_callback(lambda _: moments.put_nowait(None))
+        is_asked = False
         try:
             while (moment := await moments.get()) is not None:
+                is_asked = True
                 yield moment
-            yield self._finished(task)
+            yield self._finished(task, is_asked)
         finally:
             task.cancel()
 
@@ -294,14 +296,13 @@ class Service:
                 session,
             )
 
-    def _finished(self, task: asyncio.Task[Trajectory]) -> Trajectory:
+    def _finished(self, task: asyncio.Task[Trajectory], is_asked: bool) -> Trajectory:
         if task.cancelled():
             raise ApiError(503, "the service is ending", LATER)
         error = task.exception()
-        if isinstance(error, EnvironmentFailure):
-            raise ApiError(503, redact(str(error)), LATER)
-        if isinstance(error, UserError):  # a question that is too long
-            raise ApiError(400, redact(str(error)))
+        if isinstance(error, UserError):
+            is_ours = is_asked or isinstance(error, EnvironmentFailure)  # else the question is too long
+            raise ApiError(503 if is_ours else 400, redact(str(error)), LATER if is_ours else None)
         if error is not None:
             logging.getLogger("uvicorn.error").error("a question failed", exc_info=error)
             raise ApiError(500, f"{type(error).__name__} in the service; its log has the details")
@@ -343,7 +344,7 @@ def _refusal(path: str, headers: Headers, token: str) -> ApiError | None:
     if origin and origin.partition("://")[2] != host:
         return ApiError(403, "pages of other origins are not served")
     scheme, _, sent = headers.get("authorization", "").partition(" ")
-    is_token = hmac.compare_digest(sent.strip().encode("latin-1"), token.encode())
+    is_token = hmac.compare_digest(sent.encode("latin-1").strip(), token.encode())
     if token and path.startswith("/v1/") and not (is_token and scheme.lower() == "bearer"):
         message = "send the header Authorization: Bearer <the service's token>"
         return ApiError(401, message, {"WWW-Authenticate": "Bearer"})
