@@ -142,8 +142,9 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON ({error.msg}); each line is one object") from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, too many brackets
+            fault = f"not valid JSON ({getattr(error, 'msg', error)})"
+            raise UserError(f"{where}: {fault}; each line is one object") from error
         yield where, row
 
 
@@ -156,7 +157,7 @@ def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Any]]
         file.seek(0)
         try:
             rows = json.load(file)  # reads NaN, which Python and pandas write and ijson refuses
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: not valid JSON ({one_line(error)}); copy it again") from error
         rows = rows if prefix == "item" else rows["Data"]
         for later, row in enumerate(rows[number:], number + 1):

@@ -194,6 +194,7 @@ def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
         (b"\x1f\x8bbroken", "broken gzip file"),
         (b'{"a": "\xff"}\n', "not UTF-8 text"),
         (b'[{"question": "x", "answer": "y"}, {"quest', "not valid JSON"),
+        (b'[{"question": "x", "answer": NaN}, ' + b"[" * 3000, "not valid JSON"),
         (b"question,answer\na,b\nc\n", r":3: expected 2 columns \(question, answer\), got 1"),
         (b"who\t['a']\nwhere\t[a\n", ":2: expected a list of answers"),
         (b'{"text": 1, "n": 2}\n', ":1: no known layout: the keys are text, n"),
