@@ -215,7 +215,7 @@ def parse_list(text: str) -> list[Any] | None:
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
         if kinds == {str} and read is ast.literal_eval:  # NumPy writes no commas: Python joins ['a' 'b']
