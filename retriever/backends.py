@@ -45,7 +45,7 @@ class Remote:
     is_chosen: Callable[[Namespace], bool]
     needed: tuple[str, ...]  # options that must be given
     unused: tuple[str, ...]  # options that must not be given
-    takes_build: bool = False  # options of the builder may be given
+    shared: tuple[str, ...] = ()  # options of the builder that it takes too
     workers: int = 0  # searches at the same time; 0: one for each core
 
 
@@ -109,7 +109,7 @@ KINDS: dict[str, Kind] = {
             is_chosen=lambda options: bool(options.qdrant_url) and not options.index_path,
             needed=("qdrant_collection", "retriever_name"),
             unused=("corpus_path", *WEB_OPTIONS),
-            takes_build=True,  # its address and name are options of the builder too
+            shared=("qdrant_url", "qdrant_collection"),
         ),
     ),
     "web": Kind(

@@ -151,9 +151,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(options, name):
             purpose = f"--retriever_name {options.retriever_name}" if options.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
-    may_build = options.build_if_missing or (remote and remote.takes_build)
-    if not may_build and (extra := next(iter(_build_values(options)), None)):
-        raise RetrieverError(f"--{extra}: only a build takes it; add --build_if_missing, or leave it out")
+    shared = remote.shared if remote else ()
+    extras = [name for name in _build_values(options) if name not in shared]
+    if extras and (remote or not options.build_if_missing):
+        advice = "leave it out" if remote else "add --build_if_missing, or leave it out"
+        raise RetrieverError(f"--{extras[0]}: only a build takes it; {advice}")
     minima = {name: 1 for name in COUNTS} | {"web_budget": 0, "threads": 0}
     for name, minimum in minima.items():
         if getattr(options, name) < minimum:

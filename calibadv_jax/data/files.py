@@ -142,8 +142,9 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON ({error.msg}); each line is one object") from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, too many brackets
+            fault = f"not valid JSON ({getattr(error, 'msg', error)})"
+            raise UserError(f"{where}: {fault}; each line is one object") from error
         yield where, row
 
 
@@ -156,7 +157,7 @@ def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Any]]
         file.seek(0)
         try:
             rows = json.load(file)  # reads NaN, which Python and pandas write and ijson refuses
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path}: not valid JSON ({one_line(error)}); copy it again") from error
         rows = rows if prefix == "item" else rows["Data"]
         for later, row in enumerate(rows[number:], number + 1):
@@ -214,7 +215,7 @@ def parse_list(text: str) -> list[Any] | None:
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
         kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
         if kinds == {str} and read is ast.literal_eval:  # NumPy writes no commas: Python joins ['a' 'b']

@@ -62,7 +62,7 @@ def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> 
     if columns.question or columns.answer:
         names = columns.question or "question", columns.answer or "answer"
         for name in names:
-            if _value(row, name) is _MISSING:
+            if _value(row, name, _MISSING) is _MISSING:
                 fault = f"no key {name!r}: the keys are {keys}"
                 raise UserError(f"{where}: {fault}; name another key (--question, --answer; data.columns)")
         return Layout("the layout of data.columns", "", partial(_columns, *names))
@@ -204,14 +204,13 @@ def _columns(question: str, answer: str, row: DataRow, where: str) -> Fields:
     text, answers = _value(row, question), _value(row, answer)
     if isinstance(text, list) and text and isinstance(text[-1], dict):  # a chat, which ends with the question
         text = text[-1].get("content")
-    answers = None if answers is _MISSING else answers
     return Fields(_id(row), text, texts(answers, where, answer), row.get("data_source"))
 
 
-def _value(row: DataRow, key: str) -> Any:
+def _value(row: DataRow, key: str, missing: Any = None) -> Any:
     value: Any = row
     for part in [key] if key in row else key.split("."):
-        value = value.get(part, _MISSING) if isinstance(value, dict) else _MISSING
+        value = value.get(part, missing) if isinstance(value, dict) else missing
     return value
 
 

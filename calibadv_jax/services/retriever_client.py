@@ -249,10 +249,13 @@ class Replicas:
         while not is_well:
             await asyncio.sleep(min(max(replica.pause, seconds), LAST_PAUSE))
             replica.pause = min(2 * replica.pause, LAST_PAUSE)
-            with suppress(Unreachable):
+            try:
                 state = await ask_health(self._http, replica.url)
-                self._note_index(replica, difference(self._agreed, state))
-                is_well = not replica.other
+            except Unreachable:
+                replica.other = ""  # it may come back with the agreed index
+                continue
+            self._note_index(replica, difference(self._agreed, state))
+            is_well = not replica.other
         replica.recovery = None
         self._free.put_nowait(replica)
 

@@ -60,7 +60,7 @@ def is_convertible(path: Path) -> bool:
         return "\t" in first or _has_text(_header(first))
     try:
         row = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):  # too many brackets
         return False
     return isinstance(row, dict) and _has_text(row) and not row.keys() >= {"id", "contents"}
 
@@ -145,8 +145,9 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RetrieverError(f"{path}:{number}: not valid JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, too many brackets
+            problem = getattr(error, "msg", error)
+            raise RetrieverError(f"{path}:{number}: not valid JSON ({problem})") from error
         if not isinstance(row, dict):
             raise RetrieverError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
         yield f"{path}:{number}", row

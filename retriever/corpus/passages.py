@@ -119,8 +119,9 @@ def parse_row(line: bytes, where: str) -> CorpusRow:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise RetrieverError(f"{where}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        problem = f"not valid JSON ({error.msg}); each line is one object" if line.strip() else "empty row"
+    except ValueError as error:  # a number of 5,000 digits too
+        fault = f"not valid JSON ({getattr(error, 'msg', error)}); each line is one object"
+        problem = fault if line.strip() else "empty row"
         raise RetrieverError(f"{where}: {problem}; correct or remove the line") from error
     except RecursionError as error:
         raise RetrieverError(f"{where}: nested too deeply; remove the field that is") from error

@@ -194,8 +194,10 @@ def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
         (b"\x1f\x8bbroken", "broken gzip file"),
         (b'{"a": "\xff"}\n', "not UTF-8 text"),
         (b'[{"question": "x", "answer": "y"}, {"quest', "not valid JSON"),
+        (b'[{"question": "x", "answer": NaN}, ' + b"[" * 3000, "not valid JSON"),
         (b"question,answer\na,b\nc\n", r":3: expected 2 columns \(question, answer\), got 1"),
         (b"who\t['a']\nwhere\t[a\n", ":2: expected a list of answers"),
+        (b"who\t['a']\nwhere\t{[1]}\n", ":2: expected a list of answers"),
         (b'{"text": 1, "n": 2}\n', ":1: no known layout: the keys are text, n"),
     ],
 )
@@ -266,6 +268,9 @@ def test_columns_of_an_unknown_layout_are_named(tmp_path):
         load_questions(path, ColumnsConfig("request", "gold.words"))
     write_rows(path, row, {"request": "where?", "qid": 4})
     with pytest.raises(NoAnswer, match="mine.jsonl:2: key 'gold.text' holds no answer"):
+        load_questions(path, ColumnsConfig("request", "gold.text"))
+    write_rows(path, row, {"gold": {"text": "Ada"}, "qid": 4})
+    with pytest.raises(UserError, match="mine.jsonl:2: field 'question' must be .*, got None; correct"):
         load_questions(path, ColumnsConfig("request", "gold.text"))
     short = write_rows(tmp_path / "short.jsonl", {"question": "who?", "gold": ["Ada"]})
     assert load_questions(short, ColumnsConfig(answer="gold"))[0].golden_answers == ("Ada",)

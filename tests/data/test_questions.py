@@ -31,6 +31,8 @@ def make(count, source="nq"):
     ("row", "message"),
     [
         ("{nope", "not valid JSON"),
+        ('{"id": ' + "9" * 5000, "not valid JSON .Exceeds the limit"),
+        ('{"id": ' + "[" * 200_000, "not valid JSON"),
         ("[1]", "expected a JSON object, got list"),
         (GOOD | {"id": "2", "golden_answers": []}, "key 'golden_answers' holds no answer"),
         ({"id": "2", "golden_answers": ["me"]}, "field 'question' must be"),

@@ -264,6 +264,27 @@ def test_exchange_of_every_index_ends_the_run(make, names):
     assert type(caught.value) is UserError  # a RequestFailed would cost one trajectory only
 
 
+def test_replica_that_is_away_may_come_back_with_the_agreed_index(make):
+    first, second = make("a", **OURS), make("b", **OURS)
+    with client_of(first, second, warn=lambda _: None) as (client, run):
+        client.health()
+        second.manifest = EXCHANGED
+        assert run(ask(client, 12)) == ["a"] * 12 and second.queries
+
+        async def restart():
+            second.status = second.health = GONE
+            checks = second.checks
+            while second.checks < checks + 2:
+                await asyncio.sleep(0.01)
+            first.manifest, second.manifest = EXCHANGED, OURS
+            waiting = asyncio.create_task(ask(client, 4))
+            await asyncio.sleep(0.1)
+            second.status = second.health = 200
+            return await waiting
+
+        assert run(restart()) == ["b"] * 4
+
+
 def test_foreign_service_is_compared_after_outage(make):
     service = make("a", **FOREIGN)
     with client_of(service, warn=lambda _: None) as (client, run):

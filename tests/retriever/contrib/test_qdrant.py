@@ -190,6 +190,7 @@ def test_invalid_options_are_named(tmp_path, corpus):
     for more, message in (
         (["--corpus_path", "x"], "--corpus_path: "),
         (["--web_budget", "3"], "--web_budget: "),
+        (["--search", "hnsw_ef=64"], "--search: only a build takes it; leave it out"),
         (["--retriever_name", ""], "--retriever_name is missing"),
         (["--qdrant_collection", ""], "--qdrant_collection is missing"),
     ):

@@ -88,8 +88,9 @@ def test_offsets_of_read_only_folder_are_cached(tmp_path, kept_offsets, monkeypa
         (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "holds half a surrogate pair"),
         (b'{"id": 0, "contents": "x"}', "id '0' was used before, in line 1"),
         (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
+        (b'{"id": ' + b"9" * 5000, "not valid JSON"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_malformed_row_names_file_and_line(tmp_path, line, message):
     (tmp_path / "c.jsonl").write_bytes(json.dumps(row(0)).encode() + b"\n" + line + b"\n")
@@ -348,6 +349,7 @@ def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
     ("content", "message"),
     [
         (lines({"id": 1, "text": "x"}) + b"{nope\n", "input:2: not valid JSON"),
+        (lines({"id": 1, "text": "x"}) + b'{"id": ' + b"[" * 200_000, "input:2: not valid JSON"),
         (lines({"id": 1, "text": "x"}) + b"[1]\n", "input:2: expected a JSON object, got list"),
         (lines({"id": 1, "name": "x"}), "input:1: no text: expected .*the keys are id, name"),
         (lines({"id": True, "text": "x"}), "input:1: the id must be a text or a number, got True"),
