@@ -7,6 +7,7 @@ of one method, whose scores are averaged by question.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
 Evaluation = dict[RowKey, ScoredRow]
+BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _read_seeds(argument: str) -> dict[str, Evaluation]:
-    names, seeds = argument.split(","), dict[str, Evaluation]()
+    names, seeds = BETWEEN_FILES.split(argument), dict[str, Evaluation]()
     if len({Path(name).resolve().with_suffix("") for name in names}) < len(names):
         raise UserError(f"{argument}: names an evaluation twice; name each seed once")
     for name in names:
