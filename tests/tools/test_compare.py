@@ -42,7 +42,7 @@ def call(tmp_path, capsys):
     """Runs the command; gives status, output, errors on one line, and the numbers that it wrote."""
 
     def call(*argv):
-        file = tmp_path / "compare.json"
+        file = tmp_path / "comparisons/compare.json"
         file.unlink(missing_ok=True)
         with pytest.raises(SystemExit) as stop:
             cli.calibadv(["compare", *map(str, argv), "--output", str(file)])
