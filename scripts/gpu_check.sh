@@ -4,9 +4,8 @@
 #
 #   bash scripts/gpu_check.sh [OUTPUT_FOLDER]
 #
-# Needs Python 3.12 with JAX (CUDA), flax, optax, orbax-checkpoint, transformers, pydantic, omegaconf, rapidfuzz,
-# pytest, pytest-timeout and hypothesis; no vLLM, no FAISS. Installs nothing. PEAK_TFLOPS is the card's dense
-# bfloat16 peak (H100/H200: 989).
+# Needs Python 3.12 with JAX for CUDA, the packages of pyproject.toml, pytest, pytest-timeout and hypothesis; no vLLM,
+# no FAISS. Installs nothing. PEAK_TFLOPS is the card's dense bfloat16 peak (H100/H200: 989).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-${OUT:-gpu_check}}

@@ -41,7 +41,7 @@ def share(monkeypatch):
 
 
 def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
-    file = tmp_path / "plan.json"
+    file = tmp_path / "plans/plan.json"
     expected = ["--tokens", "4000", "--sampled", "700", "--json", str(file)]
     status, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
     figures = json.loads(file.read_text())

@@ -222,8 +222,8 @@ def test_copied_config_builds_upon_the_shipped(tmp_path, monkeypatch, capsys):
     assert "--config qwen2.5-7b-grpo.yaml" in capsys.readouterr().out
     with pytest.raises(UserError, match="qwen2.5-7b-grpo.yaml: exists"):
         copy_config(["copy", "paper/qwen2.5-7b-grpo"])
-    copy_config(["copy", "quickstart", "mine.yaml"])
-    assert load_config("mine.yaml") == load_config("quickstart")
+    copy_config(["copy", "quickstart", "mine/own.yaml"])
+    assert load_config("mine/own.yaml") == load_config("quickstart")
     for words in (["copy"], ["copy", "nothing"], ["copy", "cpu", "a", "b"], ["show", "cpu"]):
         with pytest.raises(UserError, match="give copy NAME"):
             copy_config(words)

@@ -173,10 +173,16 @@ def test_remedy_pulls_cheapest_levers_until_it_fits(tmp_path, keys, changes, exp
     assert f" ({needed(changed(config, result), target) / GIB:.1f} GiB by the formula" in line
 
 
-def test_remedy_that_cannot_fit_names_least_memory(tmp_path):
+@pytest.mark.parametrize(
+    ("rank", "least", "advice"),
+    [(0, "0.1 GiB by", ", or train adapters (policy.lora.rank)"), (4, "0.", "or larger ones")],
+)
+def test_remedy_that_cannot_fit_names_least_memory(tmp_path, rank, least, advice):
     target = find_target(tpu="v5e:2x2")
-    line = remedy(placed_on(small(tmp_path), target), ARCHITECTURE, target, 1.0)
-    assert line.startswith("no combination of ") and "(the least: 0.1 GiB by" in line
+    config = placed_on(small(tmp_path, policy__lora__rank=rank), target)
+    line = remedy(config, ARCHITECTURE, target, 1.0)
+    assert line.startswith("no combination of ") and f"(the least: {least}" in line
+    assert line.endswith(advice)
 
 
 def test_each_host_has_a_sampler_of_its_own(tmp_path):

@@ -42,7 +42,7 @@ def call(tmp_path, capsys):
     """Runs the command; gives status, output, errors on one line, and the numbers that it wrote."""
 
     def call(*argv):
-        file = tmp_path / "compare.json"
+        file = tmp_path / "comparisons/compare.json"
         file.unlink(missing_ok=True)
         with pytest.raises(SystemExit) as stop:
             cli.calibadv(["compare", *map(str, argv), "--output", str(file)])
@@ -138,7 +138,7 @@ def test_question_without_score_is_left_out_for_both(pair, evaluate, call):
 
 def test_seeds_are_averaged_a_question_at_a_time(pair, evaluate, call):
     first, second = pair
-    other = evaluate("C", IDS[4:])
+    other = evaluate("lr=1,seed=2/C", IDS[4:])  # this comma separates no evaluations
     for order in (f"{second},{other}", f"{other},{second}"):
         numbers = call(first, order)[-1]
         results = numbers["differences"]["0"]["em"]

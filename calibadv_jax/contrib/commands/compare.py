@@ -7,6 +7,7 @@ of one method, whose scores are averaged by question.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
 Evaluation = dict[RowKey, ScoredRow]
+BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         numbers: dict[str, Any] = {}
         for (temperature, metric, source), comparison in results.items():
             numbers.setdefault(temperature, {}).setdefault(metric, {})[source] = asdict(comparison)
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         about = {name: getattr(arguments, name) for name in ("first", "second", "confidence", "resamples")}
         write_json(
             arguments.output, about | {"other_retrievers": has_other_retrievers, "differences": numbers}
@@ -76,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _read_seeds(argument: str) -> dict[str, Evaluation]:
-    names, seeds = argument.split(","), dict[str, Evaluation]()
+    names, seeds = BETWEEN_FILES.split(argument), dict[str, Evaluation]()
     if len({Path(name).resolve().with_suffix("") for name in names}) < len(names):
         raise UserError(f"{argument}: names an evaluation twice; name each seed once")
     for name in names:

@@ -201,8 +201,8 @@ def check_shape(config: Config) -> list[str]:
         check_rows(config, mesh)
     architecture = find_architecture(config)
     if architecture is None:
-        fault = "without a config.json in policy.path, and all of it in policy.init"
-        return [*lines, f"not checked: memory, {fault}"]
+        fault = "policy.path holds no config.json here, and policy.init no vocab_size"
+        return [*lines, f"not checked: memory: {fault}"]
     # A run that does not fit this machine is no failure: it may be meant for another one.
     memory = device_lines(config, architecture, mesh)
     return lines + [line.replace("failed: ", "warning: ", 1) for line in memory]

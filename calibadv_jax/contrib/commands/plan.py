@@ -63,6 +63,7 @@ def run(
     for line in [*lines, *work_lines(plan)]:
         console.say(line)
     if json:
+        Path(json).parent.mkdir(parents=True, exist_ok=True)
         write_json(Path(json), figures(plan, programs) | {"fits": fits})
     if not fits:
         raise SystemExit(1)
@@ -196,10 +197,11 @@ def remedy(config: Config, architecture: Architecture, target: Target, limit: fl
                     config, size, changes = smaller, smaller_size, changes | change
                     break
         else:
+            adapters = "" if config.policy.lora.rank else ", or train adapters (policy.lora.rank)"
             return (
                 "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
                 f" optimizer.offload and sampler fits (the least: {size / GIB:.1f} GiB by the formula): take"
-                " more devices or larger ones, or train adapters (policy.lora.rank)"
+                f" more devices or larger ones{adapters}"
             )
     workers = ""
     if "sampler.name" in changes:
