@@ -101,7 +101,7 @@ def serve(arguments: argparse.Namespace) -> int:
                     raise
                 reason = str(error)
             finally:
-                _stop(server)
+                _stop(server)  # if the guard could not start
         again = f"; starting it again ({left - 1} restarts left after this one)" if left else ""
         sys.stderr.write(f"error: {reason}{again}\n")
         sys.stderr.flush()
@@ -257,7 +257,7 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
 
 @contextmanager
 def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the server and its engine also if this launcher is killed with SIGKILL.
+    """End the server and its engine with the block, also if this launcher is killed before they have ended.
 
     A shell waits for the end of this process, then kills the server's process group. SIGTERM is not enough:
     vLLM's server then waits for completions that its engine, which ends first, no longer computes.
@@ -270,11 +270,11 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    try:
-        yield
-    finally:
-        guard.kill()
-        guard.communicate()
+    with guard:  # closes the pipe: a second signal, which interrupts `_stop`, leaves nothing behind either
+        try:
+            yield
+        finally:
+            _stop(server)
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

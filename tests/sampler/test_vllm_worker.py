@@ -97,9 +97,17 @@ def launch(tmp_path):
 
 
 @pytest.mark.medium
-def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
-    """After new starts that failed in every way; the last one served."""
-    process, url = launch("dies", "hangs up", "refuses", "ends", "stays")
+@pytest.mark.parametrize(
+    ("acts", "signals"),
+    [
+        (["dies", "hangs up", "refuses", "ends", "stays"], [signal.SIGKILL]),
+        (["stays"], [signal.SIGTERM] * 2),  # a scheduler's, and the trainer's own stop
+    ],
+    ids=["killed", "twice"],
+)
+def test_ended_launcher_leaves_no_server_or_engine(launch, tmp_path, acts, signals):
+    """Also after new starts that failed in every way; the last one served."""
+    process, url = launch(*acts)
     is_healthy, pids = False, tmp_path / "book.pids"
     while not is_healthy:
         assert process.poll() is None
@@ -108,7 +116,10 @@ def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
             is_healthy = pids.is_file() and httpx.get(f"{url}/health", trust_env=False).is_success
     server_and_engine = [int(pid) for pid in pids.read_text().split()]
     assert all(map(is_running, server_and_engine))
-    process.kill()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)  # of ten seconds in which the server may end by itself
+    process.wait()
     while any(map(is_running, server_and_engine)):
         time.sleep(0.05)
 
