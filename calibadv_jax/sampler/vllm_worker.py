@@ -93,8 +93,7 @@ def serve(arguments: argparse.Namespace) -> int:
             server = subprocess.Popen(command, env=variables, start_new_session=True)
             try:
                 with _guarded(server):
-                    if not _watch(server, arguments, port):
-                        return 0
+                    _watch(server, arguments, port)
                 reason = f"vLLM's server ended with status {server.returncode}"
             except UserError as error:
                 if left == arguments.restarts:
@@ -108,19 +107,22 @@ def serve(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> bool:
-    """Return True when the server has died, False when the parent has ended."""
+def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> None:
+    """Return when the server has died; SystemExit when the parent has ended."""
     host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
-    _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
+    _wait_and_warm_up(server, f"http://{host}:{port}", arguments)
     if arguments.port_file:
         write_text(arguments.port_file, str(port))
     sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
     sys.stdout.flush()
     while server.poll() is None:
-        if arguments.parent_pid and os.getppid() != arguments.parent_pid:
-            return False
+        _leave_with_parent(arguments)
         time.sleep(0.2)
-    return True
+
+
+def _leave_with_parent(arguments: argparse.Namespace) -> None:
+    if arguments.parent_pid and os.getppid() != arguments.parent_pid:
+        sys.exit(0)
 
 
 class VllmWorkerProcess(ChildService):
@@ -228,8 +230,9 @@ def open_workers(
         yield [worker.url for worker in workers]
 
 
-def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
-    """Raise EnvironmentFailure if the server ends, is not ready in `timeout` s, or fails the warm-up."""
+def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, arguments: argparse.Namespace) -> None:
+    """Raise EnvironmentFailure if the server ends, is not ready in time, or fails the warm-up."""
+    timeout = arguments.start_timeout
 
     def failure(problem: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"vLLM's server {problem}")
@@ -240,6 +243,7 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
         while True:
             if server.poll() is not None:
                 raise failure(f"ended with status {server.returncode}; its output is above")
+            _leave_with_parent(arguments)  # a server may load for many minutes
             if time.monotonic() > deadline:
                 raise failure(f"was not ready within {timeout:g} s; raise --start_timeout")
             with suppress(httpx.HTTPError):

@@ -80,10 +80,10 @@ def launch(tmp_path):
         port = free.getsockname()[1]
     started = []
 
-    def start(*acts, restarts=10):
+    def start(*acts, restarts=10, more=()):
         files = [str(tmp_path / "server.py"), str(tmp_path / "book"), ",".join(acts)]
         options = ["--model", str(tmp_path), "--port", str(port), "--restarts", str(restarts)]
-        options += ["--port_file", str(tmp_path / "port")]
+        options += ["--port_file", str(tmp_path / "port"), *more]
         command = [sys.executable, "-c", LAUNCHER, *files, *options]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -140,6 +140,12 @@ def test_launcher_ends_with_its_last_start(launch, tmp_path, acts, status, probl
     for line, problem in zip(lines, problems, strict=True):
         assert line.startswith(f"error: vLLM's server {problem}")
     assert "restart" not in lines[-1] and (tmp_path / "port").exists() == (status == 1)
+
+
+@pytest.mark.medium
+def test_launcher_leaves_with_its_parent_before_the_server_is_ready(launch, tmp_path):
+    process, _ = launch("serves", more=["--parent_pid=-1"])  # no process has it
+    assert process.wait(60) == 0 and not (tmp_path / "port").exists()
 
 
 def is_running(pid):
