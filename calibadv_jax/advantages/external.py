@@ -15,6 +15,8 @@ from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
+_READ_TEXTS = ("gigpo", "mt_grpo")  # estimators that compare observations or documents by their text
+
 
 @dataclass(frozen=True)
 class TurnRecord:
@@ -82,14 +84,12 @@ def turn_advantages(
 ) -> list[np.ndarray]:
     """Return the advantage of each turn: float64 [turns] for each trajectory of one question in one step.
 
-    UserError if the estimator is unknown or needs a critic or golden answers, or a score is not finite.
+    UserError if the estimator is unknown or needs more than the records hold, or a score is not finite.
     """
-    entry = ESTIMATORS.get(settings.estimator)
-    if entry is None or entry.needs:
-        raise UserError(
-            f"estimator {settings.estimator!r} cannot be computed from plain values; use one of "
-            + ", ".join(name for name, other in ESTIMATORS.items() if not other.needs)
-        )
+    usable = [name for name, other in ESTIMATORS.items() if not other.needs and name not in _READ_TEXTS]
+    if settings.estimator not in usable:
+        fault = f"estimator {settings.estimator!r} cannot be computed from plain values"
+        raise UserError(f"{fault}; use one of {', '.join(usable)}")
     question = Question("", "", ("",), "")
     trajectories = []
     for index, record in enumerate(group):

@@ -261,14 +261,17 @@ class CacheView:
 def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
     """Attend from new tokens q [B, n, N, H] at `positions` int32 [B, n] to a KV cache [B, K, T, H]."""
     at_once = max(1, SCORE_BYTES // (4 * math.prod(q.shape[1:3]) * k.shape[2]))
-    visible = (jnp.arange(k.shape[2]) <= positions[:, :, None])[:, None]  # [B, 1, n, T]
-    if len(q) <= at_once:
+
+    def attend(q: Array, k: Array, v: Array, positions: Array) -> Array:
+        visible = (jnp.arange(k.shape[2]) <= positions[:, :, None])[:, None]  # [B, 1, n, T], of rows at once
         return _masked_attention(q, k, v, visible)
 
     def one_row(row: tuple[Array, ...]) -> Array:
-        return _masked_attention(*(x[None] for x in row))[0]
+        return attend(*(x[None] for x in row))[0]
 
-    return jax.lax.map(one_row, (q, k, v, visible), batch_size=at_once)
+    if len(q) <= at_once:
+        return attend(q, k, v, positions)
+    return jax.lax.map(one_row, (q, k, v, positions), batch_size=at_once)
 
 
 # --- The look-up of tokens ---

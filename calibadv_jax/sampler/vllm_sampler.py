@@ -162,7 +162,7 @@ class VllmSampler:
                 entries = zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)
                 logprobs = [entry[str(token)]["logprob"] for token, entry in entries]
                 values[worker.url] = np.array(logprobs, np.float32)
-            except (WorkerLost, KeyError, TypeError, ValueError) as error:
+            except (WorkerLost, KeyError, TypeError, ValueError, OverflowError) as error:
                 self._lose(worker, f"{type(error).__name__}: {error}")
         return values
 
@@ -384,7 +384,7 @@ def read_completion(
         logprobs = [float(entry["logprob"]) for entry in content]
         labels = [str(span["version"]) for span in choice["weight_versions"] or []]
         finished, stop = str(choice["finish_reason"]), choice.get("stop_reason")
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     # Without a stop string (or with a token id) "stop" is the end of the text.
     reasons: dict[str, StopReason] = {"length": "length", "abort": "abort"}

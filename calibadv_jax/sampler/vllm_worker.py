@@ -93,34 +93,36 @@ def serve(arguments: argparse.Namespace) -> int:
             server = subprocess.Popen(command, env=variables, start_new_session=True)
             try:
                 with _guarded(server):
-                    if not _watch(server, arguments, port):
-                        return 0
+                    _watch(server, arguments, port)
                 reason = f"vLLM's server ended with status {server.returncode}"
             except UserError as error:
                 if left == arguments.restarts:
                     raise
                 reason = str(error)
             finally:
-                _stop(server)
+                _stop(server)  # if the guard could not start
         again = f"; starting it again ({left - 1} restarts left after this one)" if left else ""
         sys.stderr.write(f"error: {reason}{again}\n")
         sys.stderr.flush()
     return 1
 
 
-def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> bool:
-    """Return True when the server has died, False when the parent has ended."""
+def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> None:
+    """Return when the server has died; SystemExit when the parent has ended."""
     host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
-    _wait_and_warm_up(server, f"http://{host}:{port}", arguments.start_timeout)
+    _wait_and_warm_up(server, f"http://{host}:{port}", arguments)
     if arguments.port_file:
         write_text(arguments.port_file, str(port))
     sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
     sys.stdout.flush()
     while server.poll() is None:
-        if arguments.parent_pid and os.getppid() != arguments.parent_pid:
-            return False
+        _leave_with_parent(arguments)
         time.sleep(0.2)
-    return True
+
+
+def _leave_with_parent(arguments: argparse.Namespace) -> None:
+    if arguments.parent_pid and os.getppid() != arguments.parent_pid:
+        sys.exit(0)
 
 
 class VllmWorkerProcess(ChildService):
@@ -228,8 +230,9 @@ def open_workers(
         yield [worker.url for worker in workers]
 
 
-def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float) -> None:
-    """Raise EnvironmentFailure if the server ends, is not ready in `timeout` s, or fails the warm-up."""
+def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, arguments: argparse.Namespace) -> None:
+    """Raise EnvironmentFailure if the server ends, is not ready in time, or fails the warm-up."""
+    timeout = arguments.start_timeout
 
     def failure(problem: str) -> EnvironmentFailure:
         return EnvironmentFailure(f"vLLM's server {problem}")
@@ -240,6 +243,7 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
         while True:
             if server.poll() is not None:
                 raise failure(f"ended with status {server.returncode}; its output is above")
+            _leave_with_parent(arguments)  # a server may load for many minutes
             if time.monotonic() > deadline:
                 raise failure(f"was not ready within {timeout:g} s; raise --start_timeout")
             with suppress(httpx.HTTPError):
@@ -257,7 +261,7 @@ def _wait_and_warm_up(server: subprocess.Popen[bytes], url: str, timeout: float)
 
 @contextmanager
 def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the server and its engine also if this launcher is killed with SIGKILL.
+    """End the server and its engine with the block, also if this launcher is killed before they have ended.
 
     A shell waits for the end of this process, then kills the server's process group. SIGTERM is not enough:
     vLLM's server then waits for completions that its engine, which ends first, no longer computes.
@@ -270,11 +274,11 @@ def _guarded(server: subprocess.Popen[bytes]) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    try:
-        yield
-    finally:
-        guard.kill()
-        guard.communicate()
+    with guard:  # closes the pipe: a second signal, which interrupts `_stop`, leaves nothing behind either
+        try:
+            yield
+        finally:
+            _stop(server)
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -85,9 +85,12 @@ def test_observations_and_padding_get_no_advantage():
         token_advantages(np.array([0.5, -1.0]), [2, 2], mask)
 
 
-@pytest.mark.parametrize("name", [*(name for name, entry in ESTIMATORS.items() if entry.needs), "nonsense"])
+NEEDY = [name for name, entry in ESTIMATORS.items() if entry.needs]
+
+
+@pytest.mark.parametrize("name", [*NEEDY, "gigpo", "mt_grpo", "nonsense"])
 def test_estimator_without_its_inputs_is_refused(name):
-    with pytest.raises(UserError, match=f"{name}.*use one of grpo"):
+    with pytest.raises(UserError, match=f"{name}' cannot.*use one of grpo"):
         turn_advantages(RECORDS, AdvantageSettings(name=name))
     with pytest.raises(UserError, match="trajectory 1: score is nan"):
         turn_advantages([RECORDS[0], dataclasses.replace(RECORDS[1], score=float("nan"))])

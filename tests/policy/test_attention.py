@@ -12,6 +12,7 @@ from rounding import close_in_norm
 from tiny_policy import mesh_of
 
 from calibadv_jax.config import PolicyConfig
+from calibadv_jax.policy import transformer
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES
 from calibadv_jax.policy.transformer import Numerics, packed_attention
@@ -144,3 +145,10 @@ def test_auto_takes_the_kernel_of_the_backend(backend, kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert Numerics.from_config(PolicyConfig()).kernel == kernel
     assert Numerics.from_config(PolicyConfig(attention="cudnn")).kernel == "cudnn"
+
+
+def test_mask_of_a_cache_is_as_small_as_its_scores(monkeypatch):
+    monkeypatch.setattr(transformer, "SCORE_BYTES", 1)  # one row at a time
+    shapes = (6, 5, 4, 8), (6, 2, 70, 8), (6, 2, 70, 8), (6, 5)
+    abstract = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert "[6,1,5,70]" not in str(jax.make_jaxpr(transformer.cached_attention)(*abstract))

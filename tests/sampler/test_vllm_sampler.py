@@ -176,7 +176,10 @@ async def test_session_stays_at_its_worker_until_released(tmp_path):
         assert [len(server.requests) for server in servers] == [2, 4]
 
 
-@pytest.mark.parametrize("entries", [[None, {"8": {"logprob": -0.5}}, {"9": {"logprob": -2}}], [None], None])
+ENTRIES = [None, {"8": {"logprob": -0.5}}, {"9": {"logprob": -2}}]
+
+
+@pytest.mark.parametrize("entries", [ENTRIES, [*ENTRIES[:2], {"9": {"logprob": 10**400}}], [None], None])
 async def test_prompt_logprobs_come_by_worker(tmp_path, no_return, entries):
     servers = [Server(), Server()]
     good = {"prompt_logprobs": [None, {"8": {"logprob": -1.5}}, {"7": {}, "9": {"logprob": -3.0}}]}
@@ -184,7 +187,7 @@ async def test_prompt_logprobs_come_by_worker(tmp_path, no_return, entries):
     async with sampling(tmp_path, *servers) as sampler:
         values = await sampler.prompt_logprobs([7, 8, 9])
         assert servers[0].requests[0]["token_ids"] == [7, 8, 9]
-        is_bad = entries is None or len(entries) < 3
+        is_bad = entries is not ENTRIES
         first, second = (values.get(worker.url) for worker in sampler.workers)
         assert second.tolist() == [-1.5, -3] and (is_bad or first.tolist() == [-0.5, -2])
         assert (first is None) == is_bad == sampler.lost_count
@@ -397,6 +400,7 @@ def test_good_reply_is_read():
         values(-9999.0, -0.5),  # vLLM's minus infinity
         values(-0.5, None),
         values(-0.5, "high"),
+        values(-0.5, -(10**400)),
         values(-0.5),
         {"logprobs": [-0.5, -0.5]},
         {"token_ids": [5, 6, 7], **values(-1.0, -1.0, -1.0)},  # more than were asked for

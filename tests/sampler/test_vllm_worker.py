@@ -80,10 +80,10 @@ def launch(tmp_path):
         port = free.getsockname()[1]
     started = []
 
-    def start(*acts, restarts=10):
+    def start(*acts, restarts=10, more=()):
         files = [str(tmp_path / "server.py"), str(tmp_path / "book"), ",".join(acts)]
         options = ["--model", str(tmp_path), "--port", str(port), "--restarts", str(restarts)]
-        options += ["--port_file", str(tmp_path / "port")]
+        options += ["--port_file", str(tmp_path / "port"), *more]
         command = [sys.executable, "-c", LAUNCHER, *files, *options]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -97,9 +97,17 @@ def launch(tmp_path):
 
 
 @pytest.mark.medium
-def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
-    """After new starts that failed in every way; the last one served."""
-    process, url = launch("dies", "hangs up", "refuses", "ends", "stays")
+@pytest.mark.parametrize(
+    ("acts", "signals"),
+    [
+        (["dies", "hangs up", "refuses", "ends", "stays"], [signal.SIGKILL]),
+        (["stays"], [signal.SIGTERM] * 2),  # a scheduler's, and the trainer's own stop
+    ],
+    ids=["killed", "twice"],
+)
+def test_ended_launcher_leaves_no_server_or_engine(launch, tmp_path, acts, signals):
+    """Also after new starts that failed in every way; the last one served."""
+    process, url = launch(*acts)
     is_healthy, pids = False, tmp_path / "book.pids"
     while not is_healthy:
         assert process.poll() is None
@@ -108,7 +116,10 @@ def test_killed_launcher_leaves_no_server_or_engine(launch, tmp_path):
             is_healthy = pids.is_file() and httpx.get(f"{url}/health", trust_env=False).is_success
     server_and_engine = [int(pid) for pid in pids.read_text().split()]
     assert all(map(is_running, server_and_engine))
-    process.kill()
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.5)  # of ten seconds in which the server may end by itself
+    process.wait()
     while any(map(is_running, server_and_engine)):
         time.sleep(0.05)
 
@@ -129,6 +140,12 @@ def test_launcher_ends_with_its_last_start(launch, tmp_path, acts, status, probl
     for line, problem in zip(lines, problems, strict=True):
         assert line.startswith(f"error: vLLM's server {problem}")
     assert "restart" not in lines[-1] and (tmp_path / "port").exists() == (status == 1)
+
+
+@pytest.mark.medium
+def test_launcher_leaves_with_its_parent_before_the_server_is_ready(launch, tmp_path):
+    process, _ = launch("serves", more=["--parent_pid=-1"])  # no process has it
+    assert process.wait(60) == 0 and not (tmp_path / "port").exists()
 
 
 def is_running(pid):
