@@ -57,7 +57,6 @@ def add_start(run: Path, config: str, identity: Mapping[str, str]) -> None:
     """Keep one more start; its config appears last. Raises OSError if the folder cannot be written."""
     starts = start_files(run)
     path = run / FOLDER / f"{int(starts[-1].stem) + 1 if starts else 0}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path.with_suffix(".json"), identity)
     write_text(path, config)
 

@@ -46,9 +46,11 @@ def written(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield another name beside `path` to write to, which becomes `path` if the block succeeds.
 
-    The data are on the disk before the name: after a power failure no file is empty. Two processes that
-    write one path replace each other's complete file. After an error the older file is unchanged.
+    Its folder is made if missing. The data are on the disk before the name: after a power failure no file is
+    empty. Two processes that write one path replace each other's complete file. After an error the older file
+    is unchanged.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in _leftovers(path, PARTIAL):
         leftover.unlink(missing_ok=True)
     partial = _own_name(path, PARTIAL)

@@ -110,7 +110,7 @@ class WeightsAndBiases(MetricsBackend):
         except wandb.errors.Error as error:
             fault = f"no Weights & Biases ({one_line(error)})"
             raise UserError(f"log.backends: {fault}; log in, or set WANDB_MODE=offline") from error
-        _keep_id(path, self._run.id)
+        write_text(path, self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -135,7 +135,7 @@ class MLflow(MetricsBackend):
             if not _kept_id(path):
                 experiment = client.get_experiment_by_name(log.project)
                 number = experiment.experiment_id if experiment else client.create_experiment(log.project)
-                _keep_id(path, client.create_run(number, run_name=directory.name).info.run_id)
+                write_text(path, client.create_run(number, run_name=directory.name).info.run_id)
             self._run_id = client.get_run(_kept_id(path)).info.run_id
         except self._error as error:
             raise UserError(f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI") from error
@@ -208,11 +208,6 @@ class Prometheus(MetricsBackend):
 def _kept_id(path: Path) -> str | None:
     """Return a service's id of this run, from a file of the run's folder."""
     return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
-
-
-def _keep_id(path: Path, value: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, value)
 
 
 def _package(module: str, package: str) -> Any:

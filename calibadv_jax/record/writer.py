@@ -43,7 +43,6 @@ class RolloutWriter:
         if self.log.rollouts == "none":
             return {}
         path = self.folder / schema.FOLDER / f"step_{step}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
         rows = to_rows(step, groups, credits, learner_logprobs)
         table = pa.Table.from_pylist(rows, schema=schema.SCHEMA.with_metadata(self._metadata(groups, seed)))
         with replacing(path) as partial:

@@ -71,7 +71,6 @@ def run(arguments: argparse.Namespace) -> None:
         numbers: dict[str, Any] = {}
         for (temperature, metric, source), comparison in results.items():
             numbers.setdefault(temperature, {}).setdefault(metric, {})[source] = asdict(comparison)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         about = {name: getattr(arguments, name) for name in ("first", "second", "confidence", "resamples")}
         write_json(
             arguments.output, about | {"other_retrievers": has_other_retrievers, "differences": numbers}

@@ -37,6 +37,5 @@ def run(arguments: argparse.Namespace) -> None:
         if line.startswith("base:"):
             base = Path(name).parent / line.partition(":")[2].strip()
             lines[index] = f"base: {base.with_suffix('').as_posix()}\n"
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, "".join(lines))
     console.say(f"{target} is {name}; edit it, then give it with --config {target}")

@@ -114,7 +114,6 @@ def run(config: Config) -> None:
         reasons = "; ".join(f"{number} {cause} ({CAUSES.get(cause, 'raise it')})" for cause, number in causes)
         none = f"none of {len(questions)} questions gives a demonstration"
         raise UserError(f"{config.data.train}: {none}: {reasons}")
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(Path(output), map(_row, demonstrations))
     counts = Counter(zip((question.data_source for question in questions), outcomes, strict=True))
     columns = sorted(set(outcomes))

@@ -63,7 +63,6 @@ def run(
     for line in [*lines, *work_lines(plan)]:
         console.say(line)
     if json:
-        Path(json).parent.mkdir(parents=True, exist_ok=True)
         write_json(Path(json), figures(plan, programs) | {"fits": fits})
     if not fits:
         raise SystemExit(1)
