@@ -167,13 +167,16 @@ def parts(tmp_path, monkeypatch):
     return made
 
 
-def test_start_checks_inputs_first_and_resumes(tmp_path, parts, capsys):
+def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, capsys):
     folder, parts.rollouts = tmp_path / "run", ScriptedRollouts(fails_at=4)
+    compared: list[str] = []  # among processes
+    monkeypatch.setattr(Hosts, "same", lambda _, name, value: compared.append(name))
     fitting = {"rollout": {"max_prompt_length": 11}, "prompt": {"template": "{question}"}}
     config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
         train.run(replace(config, log=replace(config.log, progress=True)))
     assert parts.order == ["inputs", "model", "rollouts", "closed"]
+    assert {"newest checkpoint in run.dir", "data.content", "policy.config"} <= set(compared)
     output = capsys.readouterr()
     assert "waiting for the retriever" in output.err and "soft penalty" in output.out
     assert (folder / "configs/0.yaml").is_file() and (folder / "policy/tokenizer.json").is_file()

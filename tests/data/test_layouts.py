@@ -54,7 +54,7 @@ MUSIQUE = {"id": "2hop__1", "paragraphs": [], "question": "Who?", "answer": "Ann
 TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]]
 SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
 NATURAL = {"example_id": 55, "question_text": "when was it", "document_tokens": TOKENS, "annotations": SPAN}
-HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 1]}
+HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 0, 1]}
 HUB_NATURAL = {"id": "797", "question": {"text": "when was it"}, "annotations": HUB_NOTES}
 WHICH = {"index": 3, "question": "which?"}
 TARGET = {"ground_truth": {"target": ["me"], "answers": ["you"]}}
@@ -77,7 +77,7 @@ CONTEXTS = {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_c
         ("a.parquet", MAGAZINE | FACTS, "hotpotqa_5a7a Which was first? Arthur's Magazine hotpotqa"),
         ("x.parquet", HUB_TRIVIA, "triviaqa_tc_1 Which lake? Como/Lago triviaqa"),
         ("full.jsonl", NATURAL, "nq_55 when was it May 1999/yes nq"),
-        ("natural.parquet", HUB_NATURAL, "nq_797 when was it May 1999/yes nq"),
+        ("natural.parquet", HUB_NATURAL, "nq_797 when was it May 1999/no/yes nq"),
         ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         ("biencoder-nq-dev.json", CONTEXTS, "nq_biencoder-nq-dev_0 Who? Ann nq"),
     ],
