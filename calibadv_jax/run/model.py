@@ -152,11 +152,15 @@ def changed_probe(tokenizer: Any) -> tuple[str, str] | None:
     """
     for text in PROBES:
         decoded = decode(tokenizer, encode(tokenizer, text))
-        words, expected = (unicodedata.normalize("NFKC", each).casefold().split() for each in (decoded, text))
+        words, expected = _folded_words(decoded), _folded_words(text)
         has_unknown = tokenizer.unk_token is not None and tokenizer.unk_token in decoded
         if words != expected and not (has_unknown and len(words) >= len(expected)):
             return text, decoded
     return None
+
+
+def _folded_words(text: str) -> list[str]:
+    return unicodedata.normalize("NFKC", text).casefold().split()
 
 
 def has_tokenizer(folder: Path) -> bool:

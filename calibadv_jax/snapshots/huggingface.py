@@ -143,7 +143,7 @@ def save_folder(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files, and generation_config.json if there is one; those of another go."""
+    """Copy the tokenizer's files and generation_config.json; remove those that the source does not have."""
     if source.resolve() == target.resolve():
         return
     for file in target.iterdir():

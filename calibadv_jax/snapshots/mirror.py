@@ -185,7 +185,8 @@ class Mirror:
             self._store.call(
                 "fetching", get, lambda: [os.path.exists(name) and os.path.getsize(name) for name in names]
             )
-            if wrong := [path for path, part in parts.items() if part.stat().st_size != files[path][1]]:
+            wrong = [path for path, part in parts.items() if part.stat().st_size != files[path][1]]
+            if wrong:
                 fault = f"{self._key}: {summary(wrong)} not as long as its marker says"
                 raise UserError(f"{fault}; remove the copy")
             for path, part in parts.items():
