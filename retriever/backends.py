@@ -19,7 +19,6 @@ ENGINES = ("faiss", "jax")  # kinds that can search a flat FAISS file
 ADVICE = {  # package -> what to do without it
     "faiss": "pip install faiss-cpu (or faiss-gpu on CUDA)",
     "jax": "pip install jax (or jax[tpu]), or leave out --engine jax",
-    "bm25s": "pip install bm25s, or name another --retriever_name",
     "qdrant_client": "pip install qdrant-client",
 }
 
@@ -54,7 +53,7 @@ class Kind:
     """A kind of index: how it is built and opened, its options, and the package that it needs."""
 
     backend: str = ""  # package.module:Class, a subclass of `indexes.backend.Backend`; empty: no index folder
-    package: str = ""  # searches it
+    package: str = ""  # searches it; empty: the backend imports its own
     build_package: str = ""  # builds it; empty: the same
     has_vectors: bool = True  # False: it ranks texts by itself, and --retriever_name selects it
     has_factory: bool = False  # --factory selects the type of index
@@ -86,7 +85,6 @@ KINDS: dict[str, Kind] = {
     ),
     "bm25": Kind(
         "retriever.indexes.bm25:Bm25Backend",
-        package="bm25s",
         has_vectors=False,
         open_options=("mmap",),
     ),

@@ -11,7 +11,7 @@ import numpy as np
 
 from retriever.backends import IndexOptions
 from retriever.encoders import K1, B, words
-from retriever.errors import RetrieverError
+from retriever.errors import RetrieverError, require
 from retriever.indexes.backend import Backend, Build, progress_bar, require_memory
 from retriever.interfaces import Ranker
 
@@ -22,9 +22,10 @@ SAMPLE = 1000  # passages whose words are counted to estimate the memory
 class Bm25Backend(Backend):
     """A sparse index of the words of all passages."""
 
-    def write(self, build: Build) -> dict[str, Any]:
-        import bm25s
+    def __init__(self) -> None:
+        self._library = _library()
 
+    def write(self, build: Build) -> dict[str, Any]:
         corpus = build.corpus
         sample = corpus[:: max(1, len(corpus) // SAMPLE)]
         count = len(corpus) * sum(len(words(row["contents"])) for row in sample) // len(sample)
@@ -37,26 +38,37 @@ class Bm25Backend(Backend):
             for row in corpus:
                 ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
                 bar.update()
-        index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
+        index = self._library.BM25(k1=K1, b=B, method="lucene", backend="numpy")
         index.index((ids, vocabulary), show_progress=build.progress and sys.stderr.isatty())
         index.save(str(build.folder / FOLDER), show_progress=False)
         return {}
 
     def open(self, folder: Path, manifest: dict[str, Any], options: IndexOptions) -> Ranker:
-        return Bm25(folder / FOLDER, options.mmap)
+        return Bm25(self._library, folder / FOLDER, options.mmap)
+
+
+def _library() -> Any:
+    """Import bm25s, which starts JAX if it finds it, and that would take a TPU or most of a GPU."""
+    modules: dict[str, Any] = sys.modules
+    known = modules.get("jax.lax")
+    modules["jax.lax"] = None  # cannot be imported
+    try:
+        return require("bm25s", "pip install bm25s, or name another --retriever_name")
+    finally:
+        del modules["jax.lax"]
+        if known is not None:
+            modules["jax.lax"] = known
 
 
 class Bm25:
     """Ranks all passages; raises RetrieverError for a damaged index, or one too large for the memory."""
 
-    def __init__(self, folder: Path, mmap: bool = False):
-        import bm25s
-
+    def __init__(self, library: Any, folder: Path, mmap: bool = False):
         try:
             if not mmap:
                 size = sum(file.stat().st_size for file in folder.iterdir())
                 require_memory(size, str(folder), "serve it with --mmap")
-            self._index = bm25s.BM25.load(str(folder), mmap=mmap, show_progress=False)
+            self._index = library.BM25.load(str(folder), mmap=mmap, show_progress=False)
         except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise RetrieverError(f"{folder}: not a whole BM25 index ({error}); build it again") from error
         self.documents = int(self._index.scores["num_docs"])

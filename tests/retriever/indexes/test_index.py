@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import shutil
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_invalid_option_is_named(tmp_path, corpus, options, message):
 def test_missing_package_is_named(tmp_path, corpus, monkeypatch, module, options, package):
     monkeypatch.setitem(sys.modules, module, None)
     refuses(f"pip install {package}", build, corpus, tmp_path / "x", **options)
+
+
+def test_words_are_searched_without_an_accelerator(tmp_path, corpus):
+    """A program that started JAX would fail here, and elsewhere take the trainer's TPU or GPU."""
+    path = people_corpus(tmp_path / "c.jsonl", 30).path
+    options = ["--corpus_path", path, "--index_path", tmp_path / "i", "--retriever_name", "bm25"]
+    command = [sys.executable, "-m", "retriever.build_index", *map(str, options)]
+    environment = os.environ | {"JAX_PLATFORMS": "nowhere"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert first_id(corpus, tmp_path / "i") == "17"
 
 
 def test_other_folders_are_left_alone(tmp_path, corpus):
