@@ -54,6 +54,7 @@ def critic(warmup, base):
         *((None, {"rollout": LIMITS, "learner": {"row_length": row}}) for row in (100, 101)),
         ("max_prompt_length is 100, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 100}}),
         (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
+        ("urls is http://a, http://a: give each", {"sampler": {"urls": ["http://a", "http://a"]}}),
         ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
         *((None, {"sampler": {"workers": 2, "worker_devices": names}}) for names in ([], ["0", "1"])),
         ("critic.warmup_steps is 4, but must be below learner.steps", critic(4, "gae")),

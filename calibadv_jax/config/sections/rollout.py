@@ -90,6 +90,8 @@ class SamplerConfig(Section):
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("urls", self.urls)
+        if len(set(self.urls)) < len(self.urls):
+            yield f"urls is {', '.join(self.urls)}: give each server once"
         if self.worker_devices and len(self.worker_devices) != self.workers:
             yield f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"
 
