@@ -24,11 +24,13 @@ PY
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader | tee "$out/gpu.txt"
 
 failed=()
-# Float32 at its full precision in the sampler's tests, which ask for a thousandth.
-for tests in "default tests/policy/test_on_gpu.py" "highest tests/sampler/test_jax_sampler.py"; do
-  JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION="${tests% *}" "$python" -m pytest -q -p no:cacheprovider \
-    "${tests#* }" 2>&1 | tee -a "$out/tests.txt" || failed+=("${tests#* }")
-done
+rm -f "$out/tests.txt"
+tests() { # PRECISION FILE: products of float32 in this precision
+  JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION="$1" "$python" -m pytest -q -p no:cacheprovider "$2" 2>&1 |
+    tee -a "$out/tests.txt" || failed+=("$2")
+}
+tests default tests/policy/test_on_gpu.py
+tests highest tests/sampler/test_jax_sampler.py # they ask for a thousandth
 
 bench() { # NAME ARGS…
   local name=$1
@@ -45,14 +47,17 @@ bench qwen2.5-1.5b --shape qwen2.5-1.5b --rows 8 --microbatch 4 --length 8192 --
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 bench qwen2.5-3b --shape qwen2.5-3b --rows 8 --microbatch 4 \
   --length 8192 --slots 128 --prompt 1024 --new 256
 bench smollm2-135m --shape smollm2-135m --rows 32 --microbatch 16 --length 4096 --slots 320 --prompt 600 --new 128
-"$python" -m benchmarks.credit_assignment --json "$out/credit.json" | tee "$out/credit.txt"
+"$python" -m benchmarks.credit_assignment --json "$out/credit.json" | tee "$out/credit.txt" || failed+=(credit)
 
 # The retriever's flat index on GPUs, where FAISS is built for them.
 if "$python" -c 'import faiss, sys; sys.exit(not getattr(faiss, "get_num_gpus", lambda: 0)())' 2>/dev/null; then
   "$python" -m benchmarks.retrieval.gpu --folder "$out/vectors" --rows "${ROWS:-5000000}" \
-    --json "$out/retriever.json" | tee "$out/retriever.txt"
-  rm -r "$out/vectors"
+    --json "$out/retriever.json" | tee "$out/retriever.txt" || failed+=(retriever)
+  rm -rf "$out/vectors"
 else
   echo "retriever on GPUs: left out, no FAISS with GPU support (pip install faiss-gpu)"
 fi
-((! ${#failed[@]})) || { echo "failed: ${failed[*]}" >&2 && exit 1; }
+if ((${#failed[@]})); then
+  echo "failed: ${failed[*]}" >&2
+  exit 1
+fi
