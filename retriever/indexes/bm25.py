@@ -50,14 +50,14 @@ class Bm25Backend(Backend):
 def _library() -> Any:
     """Import bm25s, which starts JAX if it finds it, and that would take a TPU or most of a GPU."""
     modules: dict[str, Any] = sys.modules
-    known = modules.get("jax.lax")
+    imported = modules.get("jax.lax")
     modules["jax.lax"] = None  # cannot be imported
     try:
         return require("bm25s", "pip install bm25s, or name another --retriever_name")
     finally:
         del modules["jax.lax"]
-        if known is not None:
-            modules["jax.lax"] = known
+        if imported is not None:
+            modules["jax.lax"] = imported
 
 
 class Bm25:
