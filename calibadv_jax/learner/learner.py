@@ -127,7 +127,8 @@ class Learner:
     ) -> tuple[State, dict[str, float]]:
         """Update once, over all rows of packed batches [R, L], each with an L of its own.
 
-        A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1.
+        A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1. Without
+        batches the gradient is 0, and the loss and its terms are omitted.
 
         Args:
             loss: from `losses`; the same object must be passed every time (one compilation each).
@@ -145,7 +146,7 @@ class Learner:
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
         self._pass = [], 0
-        totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]}
+        totals = {name: float(sum(part[name] for part in sums)) for name in next(iter(sums), {})}
         return state, totals | {name: float(value) for name, value in applied.items()}
 
     def is_finite(self, params: Params) -> bool:

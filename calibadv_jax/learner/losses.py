@@ -461,17 +461,19 @@ class PolicyLoss:
     def factors(
         self, samples: Sequence[Sample], weights: Arrays, logprobs: Arrays | None, rng: Generator
     ) -> list[np.ndarray] | None:
-        """Return each token's batch factor, float32 [T] a sample, or None; `logprobs` None: the old ones."""
+        """Return each token's batch factor, float32 [T] a sample, or None; `logprobs` None: the old ones.
+
+        At least one token must be trained.
+        """
         if self.definition.batch_factor is None:
             return None
-        mask = np.concatenate([np.zeros(0, bool), *(sample.mask for sample in samples)])
+        mask = np.concatenate([sample.mask for sample in samples])
         factors = np.zeros(len(mask), np.float32)
-        if mask.any():
-            old = [sample.denominator for sample in samples]
-            new = old if logprobs is None else logprobs
-            columns = [s.advantages for s in samples], weights, new, new if self.on_policy else old
-            trained = (np.concatenate(arrays)[mask].astype(np.float64) for arrays in columns)
-            factors[mask] = self.definition.batch_factor(TrainedTokens(*trained), self.config, rng)
+        old = [sample.denominator for sample in samples]
+        new = old if logprobs is None else logprobs
+        columns = [s.advantages for s in samples], weights, new, new if self.on_policy else old
+        trained = (np.concatenate(arrays)[mask].astype(np.float64) for arrays in columns)
+        factors[mask] = self.definition.batch_factor(TrainedTokens(*trained), self.config, rng)
         ends = np.cumsum([len(sample.tokens) for sample in samples])
         return np.split(factors, ends)[:-1]
 

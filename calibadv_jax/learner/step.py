@@ -88,7 +88,9 @@ def learn(
         current = None
         if loss.definition.needs_logprobs and computed:
             current = _logprobs(learner, state["params"], rows)
-        batches = rows.batches(loss.factors(computed, computed_weights, current, rng))
+        batches = []
+        if computed:
+            batches = rows.batches(loss.factors(computed, computed_weights, current, rng))
         state, metrics = learner.update(state, batches, loss, reference)
         is_mean = aggregation in ("token_mean", "sequence_mean")  # whose weights sum to 1
         total = 1.0 if is_mean else float(sum(values.sum() for values in weights))
@@ -168,8 +170,8 @@ def mini_batches(samples: Sequence[Sample], config: LearnerConfig, rng: Generato
 
 def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, float]:
     means = {"actor/updates": float(len(history))}
-    for name in history[0]:
-        total = math.fsum(metrics[name] for metrics in history)
+    for name in {name: None for metrics in history for name in metrics}:
+        total = math.fsum(metrics.get(name, 0.0) for metrics in history)
         if counts["trained"] or name not in TOKEN_METRICS | LOSS_TERMS:
             means[name] = total / (counts["trained"] if name in TOKEN_METRICS else len(history))
     return means | ({"perf/packing": counts["positions"] / counts["tokens"]} if counts["tokens"] else {})
