@@ -74,6 +74,7 @@ QUERY_REFUSED = (
 NOTHING_FOUND = "No results found."  # observation of a search without documents
 
 # Of JSON: a pair of surrogates, a lone one (group 1), or another escape.
+MAX_NESTING = 8  # rounds of `neutralise`; deeper is hostile, and would take quadratic time
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _OPEN_THINK = re.compile(r"<(think)>")
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
@@ -221,7 +222,7 @@ def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH
     actions lose their exact form; every string of `extra`, the tokenizer's control tokens
     (`rollout.observation.added_token_strings`), but blank ones is broken up.
     """
-    text = well_formed(text)
+    text, rounds = well_formed(text), 0
     while True:  # a replacement can create a new match: repeat until nothing changes
         cleaned = grammar.tag_like.sub(_defused, text)
         cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
@@ -234,7 +235,8 @@ def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH
             cleaned = cleaned.replace(token, _broken(token))
         if cleaned == text:
             return text
-        text = cleaned
+        rounds += 1
+        text = cleaned if rounds < MAX_NESTING else re.sub(r"[^\w\s]+", " ", cleaned)
 
 
 def well_formed(text: str) -> str:
