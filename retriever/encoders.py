@@ -301,7 +301,7 @@ def _hub_answers(model: str) -> bool:
             httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)
             return True
         cause = "HF_HUB_OFFLINE is set"
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ImportError) as error:  # also a proxy for which httpx lacks a package
         cause = f"{constants.ENDPOINT} does not answer: {reason(error)}"
     if not isinstance(hub.try_to_load_from_cache(model, "config.json"), str):
         problem = f"not in {constants.HF_HUB_CACHE}, and {cause}"

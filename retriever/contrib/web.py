@@ -7,13 +7,12 @@ Titles and snippets are returned; pages are not fetched.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +36,27 @@ class Budget:
 
     def __init__(self, path: Path, limit: int):
         self.path, self.limit = path, limit
-        self._lock = threading.Lock()
-        self.spent = 0
-        if path.is_file():
-            try:
-                self.spent = int(json.loads(path.read_text(encoding="utf-8"))["requests"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise RetrieverError(f"{path}: not a count of requests; delete it to count again") from error
+        self.spent()
 
     def spend(self) -> bool:
         """Use up one request, first on disk; return whether one was left."""
-        with self._lock:
-            if self.spent >= self.limit:
-                return False
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as partial:
-                partial.write_text(json.dumps({"requests": self.spent + 1}), encoding="utf-8")
-            self.spent += 1
-            return True
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with Path(f"{self.path}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other threads and services count in the same file
+            spent = self.spent()
+            if spent < self.limit:
+                with replacing(self.path) as partial:
+                    partial.write_text(json.dumps({"requests": spent + 1}), encoding="utf-8")
+            return spent < self.limit
+
+    def spent(self) -> int:
+        """Return the requests so far, of all services that share the file."""
+        try:
+            return int(json.loads(self.path.read_text(encoding="utf-8"))["requests"])
+        except FileNotFoundError:
+            return 0
+        except (ValueError, KeyError, TypeError) as error:
+            raise RetrieverError(f"{self.path}: not a count of requests; delete it to count again") from error
 
 
 class WebSearch:
@@ -72,10 +74,9 @@ class WebSearch:
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits | Exception]:
         """Return each query's results, at most PAGE_SIZE, with scores 1 / rank, or its error."""
-        distinct = list(dict.fromkeys(queries))
-        outcomes = self._pool.map(self._ask, distinct, repeat(min(k, PAGE_SIZE)))
-        by_query = dict(zip(distinct, outcomes, strict=True))
-        return [by_query[query] for query in queries]
+        distinct, size = dict.fromkeys(queries), min(k, PAGE_SIZE)
+        futures = {query: self._pool.submit(self._ask, query, size) for query in distinct}
+        return [futures[query].result() for query in queries]
 
     def _ask(self, query: str, k: int) -> Hits | Exception:
         problem = ""

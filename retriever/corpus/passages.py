@@ -90,7 +90,8 @@ VERSION = 1
 HEADER = 4096
 CACHED_FROM = 16 * 2**20  # bytes; a smaller corpus is scanned in less than a second
 MAX_LINE = 16 * 2**20  # bytes of a row; a longer one would cost several times as much memory
-HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # whether the other half follows or not
+# A surrogate, whether its other half follows or not, and what Python reads as no finite number.
+SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|NaN|Infinity|[eE]\+?\d{3}")
 PROBES, PROBE = 64, 4096  # parts of the file that its fingerprint reads, and bytes of each
 
 
@@ -135,12 +136,13 @@ def parse_row(line: bytes, where: str) -> CorpusRow:
 
 
 def check_sendable(line: bytes, row: Any, where: str) -> None:
-    """Raise RetrieverError for a row with half a surrogate pair: no client could read the reply."""
-    if HALF_PAIR.search(line):
+    """Raise RetrieverError for a row that no client could read: half a surrogate pair, or NaN."""
+    if SUSPECT.search(line):
         try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RetrieverError(f"{where}: holds half a surrogate pair; remove it") from error
+            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            problem = "holds half a surrogate pair, or a number that is not finite"
+            raise RetrieverError(f"{where}: {problem}; remove it") from error
 
 
 def scan(

@@ -61,7 +61,7 @@ def build_index(
     name, kind = options.retriever_name, options.index_kind
     backend = load_backend(kind, building=True)
     backend.check(options)
-    with locked(folder):
+    with _writing(folder), locked(folder):
         is_used = folder.is_file() or (folder.exists() and any(folder.iterdir()))
         if is_used and not (folder / MANIFEST).is_file():
             raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
@@ -91,7 +91,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"{folder}: cannot be written ({error.strerror or error})"
-        advice = "make room there, then give the same command again: what was encoded is kept"
+        advice = "make room or name another folder, and start again: what was encoded is kept"
         raise RetrieverError(f"{problem}; {advice}") from error
 
 

@@ -30,11 +30,11 @@ class ResultCache:
         self.path, self.mode = path, mode
         self._identity = json.dumps(identity, sort_keys=True)
         self._lock = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._store = sqlite3.connect(path, timeout=WAIT, check_same_thread=False, isolation_level=None)
             self._set_up()
-        except sqlite3.DatabaseError as error:
+        except (OSError, sqlite3.DatabaseError) as error:
             raise RetrieverError(f"{path}: not a result store ({error})") from error
 
     def _set_up(self) -> None:

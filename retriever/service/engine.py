@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from retriever.encoders import Reranker
 from retriever.errors import RequestFailed, RetrieverError
@@ -30,7 +31,7 @@ class RetrieveRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    queries: list[str]
+    queries: Annotated[list[str], FailFast()]  # one error, not one for each of a million items
     topk: int | None = Field(None, ge=1, le=MAX_TOPK)
     return_scores: bool = False
     topk_retrieval: int | None = Field(None, ge=1, le=MAX_TOPK)
@@ -47,7 +48,7 @@ class AccessRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    urls: list[str] = Field(min_length=1, max_length=MAX_URLS)
+    urls: Annotated[list[str], FailFast(), Field(min_length=1, max_length=MAX_URLS)]
 
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -281,8 +281,10 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
-    except OSError as error:
-        raise RetrieverError(f"--port {port}: cannot listen on {host}:{port} ({error.strerror})") from error
+    except (OSError, OverflowError) as error:
+        reason = str(getattr(error, "strerror", error)).partition(" (while")[0]  # Python adds the address
+        problem = f"cannot listen on {host}:{port} ({reason}); choose another one, or end its program"
+        raise RetrieverError(f"--port {port}: {problem}") from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

@@ -185,6 +185,8 @@ def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
     (tmp_path / "i.lock").touch()  # the system has released it
     build(corpus, tmp_path / "i", **options)
     assert sorted(os.listdir(tmp_path)) == ["e", "i"]  # no locks are left
+    (tmp_path / "file").touch()
+    refuses("/file/i: cannot be written", build, corpus, tmp_path / "file/i")
 
 
 @pytest.fixture(scope="module")

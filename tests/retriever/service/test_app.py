@@ -82,9 +82,10 @@ def test_invalid_request_names_the_field(client):
         ({"queries": ["a"], "top_k": 3}, "top_k"),
         ({"queries": ["a"], "topk_retrieval": 3, "topk_rerank": 1}, "topk_rerank: no reranker is loaded"),
         ({}, "queries"),
+        ({"queries": [1] * 1000}, "queries.0: Input should be a valid string"),
     ):
         reply = client.post("/retrieve", json=body)
-        assert reply.status_code == 422 and field in reply.json()["error"]
+        assert reply.status_code == 422 and field in reply.json()["error"] and len(reply.text) < 200
 
 
 @pytest.mark.parametrize(
