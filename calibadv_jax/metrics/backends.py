@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import LogConfig
-from calibadv_jax.core.errors import UserError, one_line
+from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 from calibadv_jax.core.files import write_text, written
 from calibadv_jax.metrics.catalogue import find
 
@@ -138,7 +138,8 @@ class MLflow(MetricsBackend):
                 write_text(path, client.create_run(number, run_name=directory.name).info.run_id)
             self._run_id = client.get_run(_kept_id(path)).info.run_id
         except self._error as error:
-            raise UserError(f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI") from error
+            fault = f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI"
+            raise EnvironmentFailure(fault) from error
         self._warn, self._is_away = warn, False
         self._unsent: list[Any] = []
 

@@ -75,7 +75,7 @@ class RunState:
             return
         self._restore(newest, with_guards=True)
         last = read_rollback(folder)
-        if last.get("step") == self.step:  # the checkpoint is older than the rollback to it
+        if last.get("step", -1) >= self.step:  # the checkpoint is older than the rollback
             self.guards.rollbacks = int(last["rollbacks"])
         self.rollouts.seed = self.seed
         console.note(f"resuming from step {self.step}")
@@ -127,7 +127,8 @@ class RunState:
     def publish(self) -> dict[str, float]:
         """Hand the policy to the sampler as version `step`.
 
-        Returns how far each vLLM worker's log-probabilities of a fixed text are from the learner's.
+        Returns how far each vLLM worker's log-probabilities of a fixed text are from the learner's, which are
+        of `rollout.temperature`: a worker's are of 1, so that others are not compared.
         """
         learner = self.trainer.learner
         published = self.rollouts.publish(self.step, learner.whole(self.state["params"]))
@@ -137,6 +138,8 @@ class RunState:
             local = self.rollouts.prompt_logprobs(tokens.tolist())
         processes = self.hosts.exchange("log-probabilities of the samplers", local)
         logprobs = [values for samplers in processes for values in samplers.values()]
+        if logprobs and learner.options.temperature != 1.0:
+            return {"rollout/workers": float(len(logprobs))}
         return agreement(learner, self.state["params"], self.config.learner, tokens, logprobs)
 
     def sampler_metrics(self) -> dict[str, float]:

@@ -154,12 +154,11 @@ class Twice(Hosts):
 
 
 def test_published_weights_are_compared_with_workers(tmp_path):
-    config = make_config(tmp_path, rollout={"temperature": 0.5})
-    rollouts = ScriptedRollouts()
+    config, rollouts = make_config(tmp_path), ScriptedRollouts()
     state = make_state(config, tmp_path, rollouts)
     assert state.publish() == {}
     tokens = np.random.default_rng(0).integers(0, HF_CONFIG["vocab_size"], 15).astype(np.int32)[None]
-    table = np.asarray(jax.nn.log_softmax(row_logits(MODEL.policy, rollouts.loaded[0][1], tokens)[0] / 0.5))
+    table = np.asarray(jax.nn.log_softmax(row_logits(MODEL.policy, rollouts.loaded[0][1], tokens)[0]))
     other = table[np.arange(14), tokens[0, 1:]]
     rollouts.logprobs = {"a": other, "b": other + np.float32([0.25] + [0] * 13)}
     result = state.publish()
@@ -169,6 +168,8 @@ def test_published_weights_are_compared_with_workers(tmp_path):
     assert state.sampler_metrics() == {"rollout/workers_lost": 6.0}
     assert result["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
     assert result["rollout/probe_logprob_diff_mean"] == pytest.approx(0.25 / 28, abs=1e-5)
+    warm = make_state(make_config(tmp_path, rollout={"temperature": 0.5}), tmp_path, rollouts)
+    assert warm.publish() == {"rollout/workers": 2}  # whose log-probabilities are those of temperature 1
 
 
 def test_step_without_sampled_tokens_changes_nothing(tmp_path):
@@ -274,6 +275,8 @@ def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
     state = make_state(config, tmp_path, after := Collapsing())
     assert state.guards.rollbacks == 1 and after.seed == state.seed != config.run.seed
     assert versions(config, Collapsing(), tmp_path) == [2, 3, 4, 5, 6]
+    (tmp_path / "rollback.json").write_text('{"step": 8, "rollbacks": 3}')  # and checkpoint 8 was deleted
+    assert make_state(config, tmp_path).guards.rollbacks == 3
     shutil.rmtree(tmp_path / "checkpoints")
     run(make_config(tmp_path, learner={"steps": 2}, guards=ROLLBACK), Collapsing(), tmp_path)
     assert make_state(config, tmp_path).guards.rollbacks == 0
