@@ -95,7 +95,7 @@ def export(config: Config, adapter: bool = False) -> Path:
     output = Path(getattr(config.export, key))
     refuse_other_run(output, f"export.{key}", Path(config.run.dir))
     source = find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")).at_step()
-    if source.kind == "huggingface":
+    if source.kind == "huggingface" or (source.kind == "checkpoint" and source.step is None):
         raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
     base, folder = source.base, source.model_folder
     if adapter and base is None:

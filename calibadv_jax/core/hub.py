@@ -136,6 +136,7 @@ _ADVICE: dict[type[Exception], str] = {
     EntryNotFoundError: "a file is missing there: {text}; choose another revision",
     HfHubHTTPError: "cannot be downloaded: {text}; try again later",
     HTTPError: _OFFLINE,
+    ImportError: "cannot be asked: {text}",  # of a proxy's package
     HFValidationError: "no name of a repository ({text})",
 }
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from calibadv_jax.config.sections.policy import LORA_TARGETS
+from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, replacing_folder, write_json
 from calibadv_jax.policy.adapters import Adapters
@@ -75,10 +76,12 @@ def save_adapters(
     """Write the adapters of the model `base` as a PEFT folder, with README.md `card`; see `save_folder`."""
     output = output.absolute()
     refuse_foreign(output)
+    name, _, revision = base.partition("@") if hub.is_repository(base) else (base, "", "")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision or None,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": 0.0,

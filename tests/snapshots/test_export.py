@@ -72,7 +72,7 @@ def test_source_is_newest_named_step_or_snapshot(tiny, run, tmp_path):
         ("{run}/checkpoints/3", "no complete checkpoint of step 3"),
         ("{run}/snapshots/v000009", "v000009: not a complete snapshot"),
         ("{run}/nothing", "no complete checkpoint there"),
-        ("{run}/../nothing/checkpoints", "policy/config.json: no such file"),
+        ("{run}/../nothing/checkpoints", "no complete checkpoint there"),
     ],
 )
 def test_unusable_source_or_file_is_one_line(run, tmp_path, source, words):
