@@ -307,7 +307,9 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
     if error["type"] == "dataclass_type":
         demand = "must be a section with keys of its own; leave it out for the defaults"
     if error["type"] in ("int_type", "float_type", "bool_type") and isinstance(error["input"], str):
-        demand += ", without quotes"
+        demand += ", without quotes" if key not in overridden else ""
+    if error["type"] == "list_type":
+        demand = "must be a list, such as [a, b]"
     if error["type"] == "literal_error" and isinstance(error["input"], bool):
         demand += ", in quotes: YAML takes on and off, yes and no for true and false"
     if error["type"] == "string_type" and isinstance(error["input"], int | float):

@@ -104,7 +104,7 @@ def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[s
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path}: no such file of {contents}")
+        raise UserError(f"{path}: no such file of {contents}; correct the path")
     with path.open("rb") as file:
         head = file.read(len(PARQUET))
     try:

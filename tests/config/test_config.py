@@ -87,7 +87,7 @@ ON_COMMAND_LINE = [
         ("run: {dir: 2026_11_21}", "run.dir: must be a valid string: put the value in quotes (got 20261121)"),
         ("run: {dir: 'runs/lr[1e-3]'}", "runs/lr[1e-3]"),
         ("prompt: {chat: off}", "prompt.chat: must be 'auto', 'on' or 'off', in quotes"),
-        ("evaluate: {temperatures: 1.0}", "evaluate.temperatures: must be a valid"),
+        ("evaluate: {temperatures: 1.0}", "evaluate.temperatures: must be a list"),
         ("policy: {init: 3}", "policy.init: must be an object"),
         ("policy: {init: {a: !!binary aGk=}}", "values are text, numbers"),
         ("policy: {path: {a: 1}}", "policy.path: must be a valid string"),

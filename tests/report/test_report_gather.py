@@ -194,7 +194,8 @@ def test_f1_by_source_is_mean_of_finished_trajectories(tmp_path):
     keep_step(tmp_path, 3, [])
     path = keep_step(tmp_path, 4, [row("nq", 1.0)])
     path.write_bytes(path.read_bytes()[:-20])
-    assert values_of(tmp_path, 4) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
+    keep_step(tmp_path, 5, []).write_bytes(b"PAR1" + bytes(40) + b"PAR1")
+    assert values_of(tmp_path, 5) == {"f1/nq": {1: 0.75, 2: 0.125}, "f1/hotpot": {1: 0.25}}
 
 
 def test_advantages_are_split_by_the_kind_of_turn(tmp_path):

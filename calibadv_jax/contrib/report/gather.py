@@ -237,7 +237,7 @@ def rollout_values(run: Run) -> Values:
         try:
             with pq.ParquetFile(run.rollouts[step]) as file:
                 table = file.read(columns=COLUMNS)
-        except pa.ArrowInvalid:  # cut off
+        except (pa.ArrowInvalid, OSError):  # cut off, damaged, or removed by a run in progress
             table = SCHEMA.empty_table()
         finished = table.filter(pc.is_null(table["error"]))
         turns = finished["turns"].combine_chunks().flatten()
