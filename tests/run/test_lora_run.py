@@ -114,7 +114,7 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     assert 'library_name: "peft"' in card and "| step | 4 |" in card and str(base.parent) not in card
     assert f"the base `{base.name}` in float32" in card
     plain, lost = tmp_path / "plain/checkpoints", folder / "checkpoints/9"
-    plain.mkdir(parents=True)
+    (plain / "1").mkdir(parents=True)
     for source, words in ((plain, "no checkpoint with adapters"), (lost, "no complete")):
         with pytest.raises(UserError, match=words):
             export(replace(config, export=replace(outputs, source=str(source))), adapter=True)
