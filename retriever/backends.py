@@ -83,11 +83,7 @@ KINDS: dict[str, Kind] = {
         build_package="faiss",
         open_options=("engine",),
     ),
-    "bm25": Kind(
-        "retriever.indexes.bm25:Bm25Backend",
-        has_vectors=False,
-        open_options=("mmap",),
-    ),
+    "bm25": Kind("retriever.indexes.bm25:Bm25Backend", has_vectors=False, open_options=("mmap",)),
     "qdrant": Kind(
         "retriever.contrib.qdrant:QdrantBackend",
         package="qdrant_client",

@@ -36,7 +36,7 @@ class Budget:
 
     def __init__(self, path: Path, limit: int):
         self.path, self.limit = path, limit
-        self.spent()
+        self.spent()  # refuses a damaged file at the start
 
     def spend(self) -> bool:
         """Use up one request, first on disk; return whether one was left."""

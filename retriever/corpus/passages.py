@@ -11,6 +11,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import mmap
 import os
 import re
@@ -75,10 +76,12 @@ class Pages:
     def _url(self, line: bytes, number: int) -> str:
         where = f"{self.path}:{number}"
         try:
-            row = json.loads(line)
+            row = DECODER.decode(line.decode())
             url, contents = row["url"], row["contents"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RetrieverError(f"{where}: expected a JSON object with 'url' and 'contents'") from error
+            raise RetrieverError(
+                f"{where}: expected a JSON object with 'url' and 'contents' ({error})"
+            ) from error
         if not isinstance(url, str) or not isinstance(contents, str):
             name, wrong = ("contents", contents) if isinstance(url, str) else ("url", url)
             raise RetrieverError(f"{where}: field {name!r} must be a string, got {wrong!r}")
@@ -90,8 +93,7 @@ VERSION = 1
 HEADER = 4096
 CACHED_FROM = 16 * 2**20  # bytes; a smaller corpus is scanned in less than a second
 MAX_LINE = 16 * 2**20  # bytes of a row; a longer one would cost several times as much memory
-# A surrogate, whether its other half follows or not, and what Python reads as no finite number.
-SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|NaN|Infinity|[eE]\+?\d{3}")
+HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # whether the other half follows or not
 PROBES, PROBE = 64, 4096  # parts of the file that its fingerprint reads, and bytes of each
 
 
@@ -114,10 +116,21 @@ def read_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
         yield line
 
 
+def _finite(text: str) -> float:
+    """Raise ValueError for NaN, Infinity and 1e999, which Python reads, but no JSON reply may hold."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+
+
 def parse_row(line: bytes, where: str) -> CorpusRow:
     """Return a row with its id as a string; RetrieverError without `id` and a non-empty `contents`."""
     try:
-        row = json.loads(line.decode())
+        row = DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
         raise RetrieverError(f"{where}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
     except ValueError as error:  # a number of 5,000 digits too
@@ -136,13 +149,12 @@ def parse_row(line: bytes, where: str) -> CorpusRow:
 
 
 def check_sendable(line: bytes, row: Any, where: str) -> None:
-    """Raise RetrieverError for a row that no client could read: half a surrogate pair, or NaN."""
-    if SUSPECT.search(line):
+    """Raise RetrieverError for a row with half a surrogate pair: no client could read the reply."""
+    if HALF_PAIR.search(line):
         try:
-            json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
-        except ValueError as error:
-            problem = "holds half a surrogate pair, or a number that is not finite"
-            raise RetrieverError(f"{where}: {problem}; remove it") from error
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RetrieverError(f"{where}: holds half a surrogate pair; remove it") from error
 
 
 def scan(

@@ -283,7 +283,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         reason = str(getattr(error, "strerror", error)).partition(" (while")[0]  # Python adds the address
-        problem = f"cannot listen on {host}:{port} ({reason}); choose another one, or end its program"
+        problem = f"cannot listen on {host}:{port} ({reason}); choose another --port or --host"
         raise RetrieverError(f"--port {port}: {problem}") from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

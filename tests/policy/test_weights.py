@@ -5,15 +5,7 @@ import numpy as np
 import pytest
 from tiny_policy import NARROW, tiny
 
-from calibadv_jax.policy.weights import (
-    flatten,
-    from_hf,
-    hf_shapes,
-    shape_problems,
-    summary,
-    to_hf,
-    unflatten,
-)
+from calibadv_jax.policy.weights import flatten, from_hf, hf_shapes, shape_problems, summary, to_hf, unflatten
 
 CONFIG = NARROW | {"model_type": "llama", "vocab_size": 20, "intermediate_size": 12, "num_hidden_layers": 3}
 CONFIG |= {"attention_bias": True, "mlp_bias": True}

@@ -84,13 +84,17 @@ def test_offsets_of_read_only_folder_are_cached(tmp_path, kept_offsets, monkeypa
         (b"{", "not valid JSON"),
         *[(b'{%s"contents": "x"}' % start, "field 'id'") for start in (b"", b'"id": true, ')],
         (b'{"id": "9", "contents": "\xff"}', "not valid UTF-8"),
-        (b'{"id": "9", "contents": "\\uD800"}', "holds half a surrogate pair"),
-        *[(b'{"id": "9", "contents": "x", "a": [%s]}' % a, "holds half") for a in (b"NaN", b"1e999")],
+        (b'{"id": "9", "contents": "\\ud800"}', "holds half a surrogate pair"),
+        (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "holds half a surrogate pair"),
+        *[
+            (b'{"id": "9", "contents": "x", "a": [%s]}' % a, "not valid JSON .* finite")
+            for a in (b"NaN", b"1e999")
+        ],
         (b'{"id": 0, "contents": "x"}', "id '0' was used before, in line 1"),
         (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
         (b'{"id": ' + b"9" * 5000, "not valid JSON"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_malformed_row_names_file_and_line(tmp_path, line, message):
     (tmp_path / "c.jsonl").write_bytes(json.dumps(row(0)).encode() + b"\n" + line + b"\n")
