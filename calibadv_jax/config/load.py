@@ -306,8 +306,9 @@ def _line(error: ErrorDetails, overridden: Set[str]) -> str:
         demand = "unknown key"
     if error["type"] == "dataclass_type":
         demand = "must be a section with keys of its own; leave it out for the defaults"
-    if error["type"] in ("int_type", "float_type", "bool_type") and isinstance(error["input"], str):
-        demand += ", without quotes" if key not in overridden else ""
+    is_quoted = isinstance(error["input"], str) and key not in overridden  # a command line needs no quotes
+    if error["type"] in ("int_type", "float_type", "bool_type") and is_quoted:
+        demand += ", without quotes"
     if error["type"] == "list_type":
         demand = "must be a list, such as [a, b]"
     if error["type"] == "literal_error" and isinstance(error["input"], bool):

@@ -136,7 +136,7 @@ _ADVICE: dict[type[Exception], str] = {
     EntryNotFoundError: "a file is missing there: {text}; choose another revision",
     HfHubHTTPError: "cannot be downloaded: {text}; try again later",
     HTTPError: _OFFLINE,
-    ImportError: "cannot be asked: {text}",  # of a proxy's package
+    ImportError: "cannot be asked: {text}",  # httpx lacks the package for this proxy
     HFValidationError: "no name of a repository ({text})",
 }
 

@@ -73,8 +73,8 @@ QUERY_REFUSED = (
 )
 NOTHING_FOUND = "No results found."  # observation of a search without documents
 
+MAX_NESTING = 8  # rounds of `neutralise`; deeper nesting is hostile, and would take quadratic time
 # Of JSON: a pair of surrogates, a lone one (group 1), or another escape.
-MAX_NESTING = 8  # rounds of `neutralise`; deeper is hostile, and would take quadratic time
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _OPEN_THINK = re.compile(r"<(think)>")
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
@@ -220,7 +220,8 @@ def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH
 
     Angle brackets of tags become square brackets; headers of documents and notices of invalid or refused
     actions lose their exact form; every string of `extra`, the tokenizer's control tokens
-    (`rollout.observation.added_token_strings`), but blank ones is broken up.
+    (`rollout.observation.added_token_strings`), but blank ones is broken up. Text that is nested
+    deeper than MAX_NESTING loses all punctuation.
     """
     text, rounds = well_formed(text), 0
     while True:  # a replacement can create a new match: repeat until nothing changes

@@ -146,7 +146,7 @@ class Learner:
             state, applied = self._apply(state, gradients)
         sums, applied = jax.device_get((parts, applied))
         self._pass = [], 0
-        totals = {name: float(sum(part[name] for part in sums)) for name in next(iter(sums), {})}
+        totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]} if sums else {}
         return state, totals | {name: float(value) for name, value in applied.items()}
 
     def is_finite(self, params: Params) -> bool:

@@ -127,8 +127,8 @@ class RunState:
     def publish(self) -> dict[str, float]:
         """Hand the policy to the sampler as version `step`.
 
-        Returns how far each vLLM worker's log-probabilities of a fixed text are from the learner's, which are
-        of `rollout.temperature`: a worker's are of 1, so that others are not compared.
+        Returns how far each vLLM worker's log-probabilities of a fixed text are from the learner's. Workers
+        return them at temperature 1 only, so at another `rollout.temperature` nothing is compared.
         """
         learner = self.trainer.learner
         published = self.rollouts.publish(self.step, learner.whole(self.state["params"]))

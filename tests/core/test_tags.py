@@ -94,7 +94,7 @@ def test_joined_replacements_are_neutralised_again():
 def test_hostile_text_costs_linear_time(part):
     neutralise(part * (1_000_000 // len(part)), [CONTROL])
     neutralise("<" + " " * 1_000_000 + part, [CONTROL])
-    neutralise(CONTROL[:2] * 100_000 + "im_end" + CONTROL[-2:] * 100_000, [CONTROL])
+    assert "|" not in neutralise(CONTROL[:2] * 100_000 + "im_end" + CONTROL[-2:] * 100_000, [CONTROL])
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,7 @@ def test_passing_failure_is_retried(api, open_search):
 
 def test_budget_and_paid_results_outlive_the_process(api, open_search, tmp_path):
     """Of three queries in one request two fit the budget: they are stored, and come from the store later."""
-    for budget, requests in (
-        (2, [(["a", "b", "c"], 402)]),
-        (3, [(["a", "b", "c"], 200), (["d"], 402)]),
-    ):
+    for budget, requests in ((2, [(["a", "b", "c"], 402)]), (3, [(["a", "b", "c"], 200), (["d"], 402)])):
         search = open_search(budget)
         store = ResultCache(tmp_path / "store", search.manifest, "use")
         with TestClient(make_app(search, 3, cache=store)) as service:
