@@ -12,8 +12,8 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, LogConfig
 from calibadv_jax.core.tags import TAGS
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.writer import RolloutWriter
 
 WORDS = [
     "amber",

@@ -49,8 +49,8 @@ from calibadv_jax.config import load_config
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.errors import ENVIRONMENT_STATUS
 from calibadv_jax.policy.weights import flatten
-from calibadv_jax.record.reader import read_columns
-from calibadv_jax.record.schema import FOLDER, kept_steps
+from calibadv_jax.rollout_store.reader import read_columns
+from calibadv_jax.rollout_store.schema import FOLDER, kept_steps
 from calibadv_jax.snapshots.mirror import MARKER
 
 CONFIG = "configs/quickstart.yaml"

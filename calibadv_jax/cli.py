@@ -20,11 +20,11 @@ from calibadv_jax.config import Config, counterpart, dump_config, load_config
 from calibadv_jax.core.cpu import CPU_DEVICES, tune_for_cpu, use_large_pages
 from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
 from calibadv_jax.core.secrets import redact
-from calibadv_jax.core.stopping import leave
+from calibadv_jax.core.stopping import exit_process
 
 SMALL = 512  # width of a policy whose products fill no more than one core
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-CORE = ("sft", "train", "evaluate", "export")  # in calibadv_jax.commands; others in contrib.commands
+CORE = ("sft", "train", "evaluate", "export")  # in calibadv_jax.commands; others in contrib.cli
 
 COMMANDS = {  # with a config
     "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
@@ -132,7 +132,7 @@ def _overview() -> str:
 
 def module_of(command: str) -> str:
     """Return the dotted name of a command's module."""
-    package = "commands" if command in CORE else "contrib.commands"
+    package = "commands" if command in CORE else "contrib.cli"
     return f"calibadv_jax.{package}.{MODULES.get(command, command.replace('-', '_'))}"
 
 
@@ -195,7 +195,7 @@ def _divides_by(devices: int, config: Config) -> bool:
 
 
 def end(work: Callable[[], object]) -> NoReturn:
-    """Do the work and end the process; see `leave`.
+    """Do the work and end the process; see `exit_process`.
 
     Status: 0; 2 after a `UserError` and 75 after an `EnvironmentFailure` or a full disk, which are printed as
     one line ``error: …``; 130 after Ctrl-C. Other exceptions are defects and show their traceback.
@@ -203,21 +203,21 @@ def end(work: Callable[[], object]) -> NoReturn:
     try:
         work()
     except SystemExit as stopped:
-        leave(stopped.code)
+        exit_process(stopped.code)
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
-        leave(exit_status(error))
+        exit_process(exit_status(error))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        leave(INTERRUPTED)
+        exit_process(INTERRUPTED)
     except Exception as error:  # each library has its own error for a full disk
         number = storage_errno(error)
         if number is None:
             raise
         place = f"{storage_path(error) or 'a file'}: {os.strerror(number)}"
         sys.stderr.write(f"error: {place}; fix that, then give the same command again\n")
-        leave(exit_status(error))
-    leave(0)
+        exit_process(exit_status(error))
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.tags import OPEN_THINK, leaves_thought_open
 from calibadv_jax.core.trajectory import Trajectory, Turn
 from calibadv_jax.metrics.console import table
-from calibadv_jax.record.reader import read_step
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.reader import read_step
+from calibadv_jax.rollout_store.schema import kept_steps
 from experiments.runs import whole_number
 
 

@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 from scipy.stats import binomtest, t
 
 from calibadv_jax.contrib.report.runs import Run
-from calibadv_jax.record.reader import read_columns
+from calibadv_jax.rollout_store.reader import read_columns
 
 WINDOW = 10  # steps of the running means that define a collapse
 LEAST_SHARE = 0.5  # of the earlier maximum of the reward, below which it has collapsed
 LEAST_FORMAT = 0.5
 REACH = 10  # steps before and after, whose values of other runs make the range
-PATIENCE = 3  # steps in a row outside the range that make a warning, as guards.patience
+PATIENCE = 3  # steps in a row outside the range that make a warning, as guards.patience_steps
 CONFIDENCE = 0.95
 
 REWARD, FORMAT = "reward/mean", "reward/format_valid"

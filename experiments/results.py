@@ -36,7 +36,7 @@ FREE = (
     "retriever.corpus",
     "retriever.index",
     "sampler",
-    "learner.row_length",
+    "learner.pack_length",
     "learner.microbatch_rows",
 )
 

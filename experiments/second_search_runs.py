@@ -28,7 +28,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
-from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.rollout_store.reader import find_step, read_step
 from experiments import figures as evidence_figures
 from experiments.arms import METHODS, parse_name
 from experiments.measures import SEARCHES, mean_at_the_end

@@ -28,7 +28,7 @@ from retriever.errors import RetrieverError, reason, require
 from retriever.interfaces import CorpusRow, Encoder, Hits
 
 K1, B = 0.9, 0.4  # Pyserini's defaults for Wikipedia passages
-WORDS = 2  # version of `words`: an index and its queries must be split alike
+WORDS = 2  # version of `tokenize`: an index and its queries must be split alike
 
 _SYLLABIC = (  # one character is a syllable or more: Han, Yi, Hangul
     "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua48c\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff"
@@ -52,7 +52,7 @@ _RUN = re.compile(rf"({_LETTER}(?:{_JOINER}*{_LETTER})*)|(?:(?!{_LETTER})\w)+")
 _UNIT = re.compile(f".(?:[{_MARKS}]|(?<=[\u1039\u17d2]).)*")
 
 
-def words(text: str) -> list[str]:
+def tokenize(text: str) -> list[str]:
     """Return lower-case runs of letters and digits, without stemming and stop words.
 
     Scripts without spaces, and Korean, give pairs of neighbouring characters, and each character that is a
@@ -101,7 +101,7 @@ class HashedEncoder:
         frequency = np.zeros(cls.FEATURES, np.int64)
         total = 0
         for row in corpus:
-            row_words = words(cls._text(row))
+            row_words = tokenize(cls._text(row))
             total += len(row_words)
             frequency[list({cls._feature(word) for word in row_words})] += 1
         count = len(corpus)
@@ -118,10 +118,10 @@ class HashedEncoder:
         np.savez_compressed(path, dimension=self.dimension, idf=self._idf, mean_length=self._mean_length)
 
     def encode_passages(self, rows: Sequence[CorpusRow]) -> np.ndarray:
-        return self._dense([self._weights(words(self._text(row))) for row in rows])
+        return self._dense([self._weights(tokenize(self._text(row))) for row in rows])
 
     def encode_queries(self, queries: Sequence[str]) -> np.ndarray:
-        rows = [{self._feature(word) for word in words(query)} for query in queries]
+        rows = [{self._feature(word) for word in tokenize(query)} for query in queries]
         return self._dense([{feature: float(np.sqrt(self._idf[feature])) for feature in row} for row in rows])
 
     def _weights(self, row_words: list[str]) -> dict[int, float]:

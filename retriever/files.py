@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
+def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
     """Yield a temporary name beside `path`, renamed to it if the block succeeds and removed otherwise.
 
     Raises OSError: an older file is unchanged. `by_many`: several processes may write it at once.
@@ -25,8 +25,8 @@ def replacing(path: Path, by_many: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, for an empty folder ``PATH.unfinished``."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """As `atomic_write`, for an empty folder ``PATH.unfinished``."""
     partial = path.with_name(path.name + ".unfinished")
     previous = path.with_name(path.name + ".previous")
     for leftover in (partial, previous):

@@ -31,7 +31,7 @@ COMMON = (  # keys of this project that most runs set, in the order of the page
         "learner.steps",
     ),
     *("learner.minibatch_size", "learner.epochs", "learner.microbatch_rows", "learner.optimizer.lr"),
-    *("learner.optimizer.warmup_steps", "learner.optimizer.max_grad_norm", "learner.optimizer.offload"),
+    *("learner.optimizer.warmup_updates", "learner.optimizer.max_grad_norm", "learner.optimizer.offload"),
     *("mesh.fsdp", "mesh.tensor", "run.dir", "checkpoint.every", "checkpoint.keep", "evaluate.every"),
     "log.backends",
 )
@@ -55,7 +55,7 @@ Search-R1 and the CalibAdv authors' code are forks of verl and share its column.
 """
 FOOTER = """
 - **Batches.** `learner.minibatch_size` counts trajectories, `learner.microbatch_rows` packed rows of
-  `learner.row_length` tokens. Rows are always packed.
+  `learner.pack_length` tokens. Rows are always packed.
 - **Lengths.** `rollout.max_turn_length` limits a turn, `rollout.max_length` the whole trajectory.
 - **Steps.** `learner.steps` is epochs × questions / `rollout.questions_per_step`. Warm-up is a number of
   updates.

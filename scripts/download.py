@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
-from retriever.files import replacing
+from retriever.files import atomic_write
 from retriever.indexes.faiss import read_header
 
 INDEX = ("PeterJinGo/wiki-18-e5-index", ("part_aa", "part_ab"), "e5_Flat.index")
@@ -131,7 +131,7 @@ def write_whole(path: Path, content: Iterable[bytes], size: int | None = None) -
     Raises:
         RetrieverError: its size is not the expected one.
     """
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         with partial.open("wb") as file:
             for block in content:
                 file.write(block)

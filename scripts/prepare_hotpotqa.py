@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing
+from calibadv_jax.core.files import atomic_write
 
 FOLDER = f"{hub.DATASETS}hotpotqa/hotpot_qa/distractor"
 COLUMNS = ["id", "question", "answer", "supporting_facts", "context"]
@@ -102,7 +102,7 @@ def question(row: dict[str, Any], passages: dict[tuple[str, str], str]) -> dict[
 def write(path: Path, values: Iterator[dict[str, Any]]) -> int:
     """Write JSON lines in one replacement, and return their number."""
     count = 0
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
         for value in values:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
             count += 1

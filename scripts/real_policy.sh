@@ -80,7 +80,7 @@ export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 # that was made with other ones.
 asked=("--size=$size" ${data:+"--data=$data"} ${model:+"--model=$model"} ${encoder:+"--encoder=$encoder"})
 asked+=(${keys[@]+"${keys[@]}"})
-finding='--|data\.train|retriever|rollout|prompt|tools|sft\.(first_query|row_length)'
+finding='--|data\.train|retriever|rollout|prompt|tools|sft\.(first_query|pack_length)'
 making="$finding|sft|policy|run\.seed"
 measuring='--|data\.eval|evaluate|reward|retriever|rollout|prompt|tools'
 training="$making|data\.[^e]|advantage|loss|learner|critic|guards|reward"

@@ -33,7 +33,7 @@ def refuses_full_disk(disk, path, command, capsys):
     before = sorted(place for place in disk.rglob("*") if place.is_file())
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(cli, "leave", sys.exit)  # whatever threads other tests have left
+        patch.setattr(cli, "exit_process", sys.exit)  # whatever threads other tests have left
         cli.end(command)
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert str(path) in line and "No space left on device" in line

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands.plan import make_plan
+from calibadv_jax.contrib.cli.plan import make_plan
 from calibadv_jax.contrib.planning.hardware import find_target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,7 +14,7 @@ SHAPE = {"model_type": "qwen2", "vocab_size": 16384, "hidden_size": 512, "interm
 SHAPE |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 SHAPE |= {"tie_word_embeddings": True}
 KEYS = {"policy.logprob_chunk": 512, "sampler.slots": 16}
-KEYS |= {"learner.row_length": 2048, "learner.microbatch_rows": 4, "learner.steps": 10}
+KEYS |= {"learner.pack_length": 2048, "learner.microbatch_rows": 4, "learner.steps": 10}
 KEYS |= {"rollout.questions_per_step": 8, "rollout.group_size": 4, "rollout.max_length": 2048}
 KEYS |= {"rollout.max_prompt_length": 512, "rollout.max_turn_length": 256}
 KEYS |= {"rollout.max_observation_length": 256}

@@ -8,7 +8,7 @@ from pathlib import Path
 from http_rig import Handler, serving
 from rows_rig import write_rows
 
-from calibadv_jax.contrib.commands.prepare_data import question_key
+from calibadv_jax.contrib.cli.prepare_data import question_key
 from calibadv_jax.core.trajectory import Document
 
 PASSAGES = [

@@ -11,7 +11,7 @@ SMALL = [
     *("policy.path=", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
     *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=4"),
     *("rollout.group_size=4", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=16"),
-    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=8", "learner.steps=4"),
+    *("sampler.decode_chunk=8", "learner.pack_length=64", "learner.microbatch_rows=8", "learner.steps=4"),
     *("checkpoint.every=2", "mesh.data=1", "mesh.fsdp=8", "log.backends=[]"),
     # A random policy never answers: reward what it does vary in, so that there is something to learn.
     "reward.format=false",

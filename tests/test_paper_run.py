@@ -29,7 +29,7 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
-from calibadv_jax.record.reader import read_columns
+from calibadv_jax.rollout_store.reader import read_columns
 from calibadv_jax.services.retriever_client import RetrieverProcess
 from scripts.prepare_wiki_sample import train_tokenizer
 
@@ -53,7 +53,7 @@ SMALL = [  # the paper's run: same mesh, advantage, loss and retrieval; other si
     *("policy.compute_dtype=float32", "rollout.questions_per_step=6", "rollout.max_prompt_length=256"),
     *("rollout.max_turn_length=16", "rollout.max_observation_length=160", "rollout.max_length=1024"),
     *("sampler.name=jax", "sampler.slots=32", "sampler.decode_chunk=16", "learner.steps=3"),
-    *("learner.minibatch_size=15", "learner.row_length=1024", "learner.optimizer.lr=1e-3"),
+    *("learner.minibatch_size=15", "learner.pack_length=1024", "learner.optimizer.lr=1e-3"),
     *("learner.optimizer.decay_updates=0", "checkpoint.every=0", "checkpoint.snapshot_dtype=float32"),
     "log.backends=[]",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from calibadv_jax.contrib.commands.prepare_data import prepare
+from calibadv_jax.contrib.cli.prepare_data import prepare
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.rollout.observation import decode, encode

@@ -62,7 +62,7 @@ def make_config(folder, **sections):
         run={"dir": str(folder)},
         data={"train": str(folder / "train.jsonl")},
         rollout={"questions_per_step": 2, "group_size": 3, "max_prompt_length": 8, "max_length": 16},
-        learner={"steps": 4, "row_length": 16, "microbatch_rows": 8},
+        learner={"steps": 4, "pack_length": 16, "microbatch_rows": 8},
         checkpoint={"every": 2},
         log={"backends": [], "progress": False},
     )
@@ -138,7 +138,7 @@ class Collapsing(ScriptedRollouts):
                 turn.logprobs = turn.logprobs - 20
 
 
-GUARDED = {"max_sampled_perplexity": 1000.0, "patience": 1}
+GUARDED = {"max_sampled_perplexity": 1000.0, "patience_steps": 1}
 MODEL = Model(tiny(HF_CONFIG), HF_CONFIG, Vocabulary(), Path("none"), single_device())
 
 

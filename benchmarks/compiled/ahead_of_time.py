@@ -78,7 +78,7 @@ def run_config(arguments: argparse.Namespace) -> Config:
         ),
         mesh=MeshConfig(**mesh),
         learner=LearnerConfig(
-            row_length=arguments.length,
+            pack_length=arguments.length,
             microbatch_rows=arguments.rows * mesh["data"] * mesh["fsdp"],
             share_prefixes=arguments.share_prefixes,
         ),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.config import LoraConfig, MeshConfig, SamplerConfig
-from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
@@ -115,7 +115,7 @@ def main() -> None:
     frozen = load_params(arguments.model, policy, make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
     base = AdapterBase("base", str(arguments.model.absolute()), weights_hash(arguments.model), 0, adapters)
     tokens = np.random.default_rng(0).integers(0, policy.architecture.vocab_size, LENGTH).astype(np.int32)
-    rounding(policy, joined(frozen, moved(policy, 0)), tokens)
+    rounding(policy, merge_params(frozen, moved(policy, 0)), tokens)
     if not arguments.swaps:
         return
     with tempfile.TemporaryDirectory() as name:
@@ -127,7 +127,7 @@ def main() -> None:
             for kind in KINDS:
                 begun = time.monotonic()
                 shared = base.shared() if kind == "adapters" else None
-                params = new if shared else policy.merged(joined(frozen, new), dtype)
+                params = new if shared else policy.merged(merge_params(frozen, new), dtype)
                 version = len(snapshots)
                 about: dict[str, Any] = {
                     "hf_config": hf_config,
@@ -148,7 +148,7 @@ def main() -> None:
         swap = statistics.median(seconds[kind])
         total = f"together {publish + swap:.2f} s"
         out(f"{kind:9} published in {publish:.2f} s, swapped in {swap:.2f} s, {total}\n")
-    whole = joined(frozen, new)
+    whole = merge_params(frozen, new)
     for precision in (dtype, jnp.dtype(jnp.float32)):
         ours = applied(policy, whole, tokens, precision)
         gaps = {kind: np.abs(values - ours).mean() for kind, values in logprobs.items()}

@@ -28,9 +28,9 @@ import numpy as np
 
 from calibadv_jax.config import RolloutConfig
 from calibadv_jax.core.trajectory import Group, Question
-from calibadv_jax.record.reader import read_columns
-from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rollout.runner import RolloutStream
+from calibadv_jax.rollout_store.reader import read_columns
+from calibadv_jax.rollout_store.schema import kept_steps
 
 
 def recorded(run: Path) -> tuple[np.ndarray, float]:

@@ -186,7 +186,7 @@ class Arm:
                 learner.microbatch_rows,
                 logprob_chunk=config.policy.logprob_chunk,
                 entropy_gradient=False,
-                row_length=learner.row_length,
+                pack_length=learner.pack_length,
             ),
         )
         self.loss = policy_gradient(replace(config.loss, importance_cap=0.0), on_policy=True)

@@ -154,7 +154,7 @@ def middle(arguments: argparse.Namespace) -> Setting:
         tokens = rng.integers(0, MIDDLE["vocab_size"], length).astype(np.int32)
         values = np.where(mask, advantage, 0.0).astype(np.float32)
         samples.append(Sample(tokens, mask, values, np.where(mask, -9.0, 0.0).astype(np.float32)))
-    learner = LearnerConfig(row_length=1024, microbatch_rows=arguments.rows or jax.device_count())
+    learner = LearnerConfig(pack_length=1024, microbatch_rows=arguments.rows or jax.device_count())
     return Setting(MIDDLE, samples, learner, arguments.micro or 2)
 
 
@@ -219,12 +219,12 @@ def padded(setting: Setting, by_length: bool) -> Iterator[Piece]:
 
 def packed(setting: Setting) -> Iterator[Piece]:
     """Yield the rows of the learner's own packing, as many at once as it takes."""
-    batch: Batch = pack(setting.samples, setting.learner.row_length, LOSS.aggregation)
+    batch: Batch = pack(setting.samples, setting.learner.pack_length, LOSS.aggregation)
     lengths = [len(sample.tokens) for sample in setting.samples]
-    packing = plan(lengths, [RowShape(setting.learner.row_length, 1)])
+    packing = plan(lengths, [RowShape(setting.learner.pack_length, 1)])
     placements, num_rows = packing.placements, packing.num_rows[0]
     rows = setting.learner.microbatch_rows
-    causal = np.tril(np.ones((setting.learner.row_length,) * 2, bool))
+    causal = np.tril(np.ones((setting.learner.pack_length,) * 2, bool))
     for start in range(0, num_rows, rows):
         microbatch = jax.tree.map(lambda array, first=start: array[first : first + rows], batch)
         visible = causal & (microbatch.segment_ids[:, :, None] == microbatch.segment_ids[:, None, :])
@@ -325,7 +325,7 @@ def report(
         f"{arguments.setting}: {policy.architecture.num_parameters} parameters, {len(lengths)} trajectories"
         f" of {np.mean(lengths):.0f} tokens (at most {max(lengths)}), {arguments.idle:.0%} without advantage;"
         f" {jax.device_count()} device(s), jax {jax.__version__}, torch {torch.__version__},"
-        f" {setting.learner.row_length}x{setting.learner.microbatch_rows} rows, {setting.micro} padded\n"
+        f" {setting.learner.pack_length}x{setting.learner.microbatch_rows} rows, {setting.micro} padded\n"
     )
     out(f"{'':30}{'difference':>11}{'wall s':>9}{'cpu s':>9}{'wall ratio':>12}{'cpu ratio':>11}\n")
     for part, label in enumerate(("log-probabilities", "update")):

@@ -59,11 +59,11 @@ def main() -> None:
 
 def measured(setting: tuple[str, Kernel, int, int], lengths: np.ndarray) -> list[float]:
     """Return positions a token and relative costs by the number of widths, and the bound."""
-    shape, kernel, row_length, rows = setting
+    shape, kernel, pack_length, rows = setting
     policy = Policy(architecture_from_hf(SHAPES[shape]), Numerics(kernel=kernel))
     learner = Learner(policy, optax.sgd(1.0), make_mesh(MeshConfig(data=-1, fsdp=1)), LearnerOptions(rows))
     plans = [
-        plan(lengths.tolist(), row_shapes(row_length, rows, count, learner.position_cost))
+        plan(lengths.tolist(), row_shapes(pack_length, rows, count, learner.position_cost))
         for count in range(1, MOST + 1)
     ]
     tokens = float(lengths.sum())

@@ -34,8 +34,8 @@ from calibadv_jax.commands import train
 from calibadv_jax.config import Config, load_config
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.metrics.writer import MetricsWriter
-from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.writer import RolloutWriter
 
 CONFIG = "configs/quickstart.yaml"
 PAPER = "configs/paper/qwen2.5-3b.yaml"

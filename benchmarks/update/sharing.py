@@ -24,15 +24,15 @@ from pathlib import Path
 import numpy as np
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands.replay import KeptPolicy, kept_config, kept_samples, score_again
+from calibadv_jax.contrib.cli.replay import KeptPolicy, kept_config, kept_samples, score_again
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import policy_learner
 from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.learner.step import learn, mini_batches, packed
-from calibadv_jax.record.reader import find_step, read_step
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.reader import find_step, read_step
+from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run.model import build_model
 from calibadv_jax.snapshots.huggingface import load_params
 
@@ -98,7 +98,7 @@ def updates(config: Config, samples: list[Sample]) -> Iterator[list[Sample]]:
     """Return the samples that each update of a step computes: those that move its loss."""
     loss = policy_loss(config)
     for chosen in mini_batches(samples, config.learner, np.random.default_rng(0)):
-        computed = [samples[index] for index in chosen if loss.is_moved_by(samples[index])]
+        computed = [samples[index] for index in chosen if loss.has_gradient(samples[index])]
         if computed:
             yield computed
 

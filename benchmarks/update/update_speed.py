@@ -104,13 +104,13 @@ def layers(looped: bool) -> Iterator[None]:
 
 def shape(name: str) -> tuple[int, int]:
     """Return (row length, rows) of an arm."""
-    row_length, rows = name.split(":")[0].split("x")
-    return int(row_length), int(rows)
+    pack_length, rows = name.split(":")[0].split("x")
+    return int(pack_length), int(rows)
 
 
 def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> Call:
     """Return a training step on the trajectories of one step: every update of it."""
-    row_length, rows = shape(name)
+    pack_length, rows = shape(name)
     per_step = config.rollout.questions_per_step * config.rollout.group_size
     chosen = samples[:per_step]
     optimizer = make_optimizer(config.learner.optimizer, make_schedule(config.learner.optimizer, 1000))
@@ -121,7 +121,7 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
     loss = policy_gradient(dataclasses.replace(config.loss, entropy_coef=0.0), on_policy=False)
     definition = dataclasses.replace(loss.definition, every_sample=":all" in name)
     loss = dataclasses.replace(loss, definition=definition)
-    settings: LearnerConfig = dataclasses.replace(config.learner, row_length=row_length)
+    settings: LearnerConfig = dataclasses.replace(config.learner, pack_length=pack_length)
 
     def call() -> None:
         rng = np.random.default_rng(0)
@@ -132,10 +132,10 @@ def step_arm(config: Config, model: Model, samples: list[Sample], name: str) -> 
 
 def sft_arm(config: Config, model: Model, samples: list[Sample], name: str) -> Call:
     """Return one update of the cold start."""
-    row_length, rows = shape(name)
-    count = next(n for n in range(len(samples), 0, -1) if rows_needed(samples[:n], row_length) <= rows)
+    pack_length, rows = shape(name)
+    count = next(n for n in range(len(samples), 0, -1) if rows_needed(samples[:n], pack_length) <= rows)
     weights = token_weights(samples[:count], "token_mean")
-    batch = pack(samples[:count], row_length, weights=weights)
+    batch = pack(samples[:count], pack_length, weights=weights)
     optimizer = make_optimizer(config.sft.optimizer, make_schedule(config.sft.optimizer, 1000))
     learner = Learner(model.policy, optimizer, model.mesh, LearnerOptions(rows, rows_key="sft.rows"))
     holder = [learner.init(init_params(model.policy, model.mesh, 0))]
@@ -146,8 +146,8 @@ def sft_arm(config: Config, model: Model, samples: list[Sample], name: str) -> C
     return call
 
 
-def rows_needed(samples: list[Sample], row_length: int) -> int:
-    return plan([len(sample.tokens) for sample in samples], [RowShape(row_length, 1)]).num_rows[0]
+def rows_needed(samples: list[Sample], pack_length: int) -> int:
+    return plan([len(sample.tokens) for sample in samples], [RowShape(pack_length, 1)]).num_rows[0]
 
 
 def seconds(call: Callable[[], object]) -> tuple[float, float]:

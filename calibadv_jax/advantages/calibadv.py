@@ -18,11 +18,11 @@ from rapidfuzz.distance import Levenshtein
 
 from calibadv_jax.advantages.credit import (
     GroupCredit,
-    answer_mass,
+    answer_turn_sums,
     last_sampled_turn,
+    positive_negative_sums,
     search_turns,
     side_factors,
-    two_sides,
 )
 from calibadv_jax.core.trajectory import Group, Trajectory, Turn
 
@@ -74,7 +74,7 @@ def _soften(credit: GroupCredit) -> GroupCredit:
 
 def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
     """Rescale one side of the answer turns until |negative| / positive sum over their tokens is λ."""
-    factors = side_factors(*answer_mass(credit.group, credit.answer_advantages()), config)
+    factors = side_factors(*answer_turn_sums(credit.group, credit.answer_advantages()), config)
     turns = [advantages.copy() for advantages in credit.turns]
     for trajectory, advantages in zip(credit.group.trajectories, turns, strict=True):
         if (answer := last_sampled_turn(trajectory)) is not None:
@@ -235,7 +235,7 @@ def _balanced(values: Sequence[float], tokens: Sequence[int], config: AdvantageC
     """Rescale one side of the advantages of turns with these numbers of tokens, or clip them."""
 
     def sides(values: Sequence[float]) -> tuple[float, float]:
-        return two_sides([value * count for value, count in zip(values, tokens, strict=True)])
+        return positive_negative_sums([value * count for value, count in zip(values, tokens, strict=True)])
 
     positive, negative = sides(values)
     if config.adjust == "clip":  # at -target_ratio × the mean positive advantage, if one is positive

@@ -98,7 +98,7 @@ def search_turns(trajectory: Trajectory) -> list[int]:
     return [index for index in range(last) if trajectory.turns[index].is_action]
 
 
-def spread(credit: GroupCredit) -> list[np.ndarray]:
+def broadcast_to_tokens(credit: GroupCredit) -> list[np.ndarray]:
     """Lay credit over tokens, float32 [T] for each trajectory's `response_ids`; observations get 0."""
     advantages = []
     for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
@@ -111,17 +111,20 @@ def spread(credit: GroupCredit) -> list[np.ndarray]:
     return advantages
 
 
-def answer_mass(group: Group, advantages: Sequence[float]) -> tuple[float, float]:
-    """Return `two_sides` over the tokens of the last sampled turns, given each trajectory's advantage."""
+def answer_turn_sums(group: Group, advantages: Sequence[float]) -> tuple[float, float]:
+    """Return `positive_negative_sums` over the tokens of the last sampled turns.
+
+    `advantages` has one value for each trajectory of the group.
+    """
     masses = []
     for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
         index = last_sampled_turn(trajectory)
         if index is not None:
             masses.append(advantage * len(trajectory.turns[index].token_ids))
-    return two_sides(masses)
+    return positive_negative_sums(masses)
 
 
-def two_sides(masses: Sequence[float]) -> tuple[float, float]:
+def positive_negative_sums(masses: Sequence[float]) -> tuple[float, float]:
     """Return the positive sum and the magnitude of the negative sum, each exact to one rounding."""
     return math.fsum(mass for mass in masses if mass > 0), -math.fsum(mass for mass in masses if mass < 0)
 
@@ -150,8 +153,8 @@ def _mean(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
 def _groups(credits: Sequence[GroupCredit]) -> dict[str, float]:
     groups = [credit.group.trajectories for credit in credits if credit.group.trajectories]
     scores = [np.array([trajectory.relative_score for trajectory in group]) for group in groups]
-    before = [answer_mass(credit.group, credit.raw.tolist()) for credit in credits]
-    after = [answer_mass(credit.group, credit.answer_advantages()) for credit in credits]
+    before = [answer_turn_sums(credit.group, credit.raw.tolist()) for credit in credits]
+    after = [answer_turn_sums(credit.group, credit.answer_advantages()) for credit in credits]
     sizes = [len(credit.silver) for credit in credits]
     one_sided = [(positive == 0) != (negative == 0) for positive, negative in before]
     metrics = (
@@ -192,7 +195,7 @@ def _turns(credits: Sequence[GroupCredit]) -> dict[str, float]:
         metrics |= {"mean": float(np.average(after, weights=tokens))}
         metrics |= {"max": max(sampled), "min": min(sampled)}
     for when, advantages in (("before", before), ("after", after)):
-        negative = two_sides((advantages * tokens)[is_search].tolist())[1]
+        negative = positive_negative_sums((advantages * tokens)[is_search].tolist())[1]
         metrics[f"search/negative_{when}"] = negative + 0.0  # no -0
     metrics |= _mean("search/softened_share", (after > before)[is_search & (before < 0)])
     values = correctness[is_search & is_judged]

@@ -26,16 +26,16 @@ from calibadv_jax.advantages.calibadv import (
 from calibadv_jax.advantages.credit import (
     ByToken,
     GroupCredit,
+    broadcast_to_tokens,
     credit_of,
     sampled_turns,
     search_turns,
-    spread,
     summarise,
 )
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.user_functions import failure, import_user_function, load_optional
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
@@ -63,16 +63,16 @@ ByTurn = list[np.ndarray]  # by trajectory: float64 [n], its n turns up to the l
 Scored = Sequence[ScoredGroup]
 GroupValues = Sequence[np.ndarray]  # by group: float64 [G]
 Baseline = Callable[[ScoredGroup, "AdvantageConfig"], np.ndarray]  # -> float64 [G]: scores less a baseline
-Spread = Callable[[Scored, GroupValues, "AdvantageConfig"], GroupValues]
+Normalizer = Callable[[Scored, GroupValues, "AdvantageConfig"], GroupValues]
 
 
-def compose(baseline: Baseline, spread: Spread | None = None) -> EstimateFunction:
+def compose(baseline: Baseline, normalizer: Normalizer | None = None) -> EstimateFunction:
     """Return the estimator that takes these two steps, or the first alone."""
 
     def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
         scored = [scored_group(group) for group in groups]
         values = [baseline(group, config) for group in scored]
-        return values if spread is None else spread(scored, values, config)
+        return values if normalizer is None else normalizer(scored, values, config)
 
     return estimate
 
@@ -104,18 +104,18 @@ def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
 # --- Baselines ---
 
 
-def less_mean(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+def group_mean_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Subtract the mean of the group; equal scores give exactly 0, a group of one keeps its score."""
     return group.scores - mean_and_std(group.scores)[0]
 
 
-def less_others(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+def leave_one_out_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Subtract the mean of the other trajectories of the group; a group of one keeps its score."""
     size = len(group.scores)
-    return less_mean(group, config) * (size / (size - 1) if size > 1 else 1.0)
+    return group_mean_baseline(group, config) * (size / (size - 1) if size > 1 else 1.0)
 
 
-def less_mean_by_length(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+def length_weighted_mean_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Subtract the mean weighted by sampled tokens; a group of one keeps its score; 0 without tokens."""
     total = int(group.tokens.sum())
     if len(group.scores) == 1:
@@ -125,7 +125,7 @@ def less_mean_by_length(group: ScoredGroup, config: AdvantageConfig) -> np.ndarr
     return group.scores - math.fsum(group.tokens * group.scores) / total
 
 
-def best_less_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
+def best_minus_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Give the best trajectory its score less the second best, the others 0; 0 in a group of one."""
     advantages = np.zeros(len(group.scores))
     if len(group.scores) > 1:
@@ -135,24 +135,29 @@ def best_less_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
 
 
 def neutral(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    """Apply `less_mean`, where a loser of at least advantage.score_threshold counts as if it scored 0."""
+    """Apply `group_mean_baseline`, but nearly right losers count as if they had scored 0.
+
+    A loser is nearly right from advantage.score_threshold on.
+    """
     as_if_wrong = 0.0 - mean_and_std(group.scores)[0]
-    return np.where(_is_nearly_right(group, config), as_if_wrong, less_mean(group, config))
+    return np.where(_is_nearly_right(group, config), as_if_wrong, group_mean_baseline(group, config))
 
 
 def acceptable(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    """Apply `less_mean`, where a loser of at least advantage.score_threshold gets 0."""
-    return np.where(_is_nearly_right(group, config), 0.0, less_mean(group, config))
+    """Apply `group_mean_baseline`, where a loser of at least advantage.score_threshold gets 0."""
+    return np.where(_is_nearly_right(group, config), 0.0, group_mean_baseline(group, config))
 
 
 def _is_nearly_right(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    return (less_mean(group, config) < 0) & (group.scores / group.max_score >= config.score_threshold)
+    return (group_mean_baseline(group, config) < 0) & (
+        group.scores / group.max_score >= config.score_threshold
+    )
 
 
 # --- Spreads ---
 
 
-def over_std(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
+def normalize_by_std(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
     """Divide by the standard deviation of the group's or the step's scores, if advantage.normalize_std."""
     if not config.normalize_std:
         return centred
@@ -165,7 +170,7 @@ def over_std(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> G
     return [values / (std + EPSILON) for values, std in zip(centred, stds, strict=True)]
 
 
-def over_share_of_scores(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
+def divide_by_nonzero_share(groups: Scored, centred: GroupValues, config: AdvantageConfig) -> GroupValues:
     """Divide by the share of the step's trajectories whose score is not 0."""
     scores = np.concatenate([group.scores for group in groups])
     factor = len(scores) / max(1, int(np.count_nonzero(scores)))
@@ -187,13 +192,13 @@ def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[n
     return [(part - mean) / math.sqrt(variance + _VARIANCE) for part in values]
 
 
-grpo = compose(less_mean, over_std)
+grpo = compose(group_mean_baseline, normalize_by_std)
 
 
 # --- Rewards by turn ---
 
 
-def to_go(rewards: np.ndarray, discount: float) -> np.ndarray:
+def discounted_returns(rewards: np.ndarray, discount: float) -> np.ndarray:
     """Return each turn's reward plus the discounted ones of the turns after it."""
     sums = rewards.astype(np.float64)
     for index in reversed(range(len(sums) - 1)):
@@ -215,12 +220,12 @@ def standardised(values: ByTurn, labels: Sequence[Sequence[Hashable]], config: A
     return np.split(results, np.cumsum([len(turns) for turns in values])[:-1])
 
 
-def by_number(values: ByTurn, config: AdvantageConfig) -> ByTurn:
+def normalize_by_turn_index(values: ByTurn, config: AdvantageConfig) -> ByTurn:
     """Standardise among the first turns, the second ones, and so on."""
     return standardised(values, [range(len(turns)) for turns in values], config)
 
 
-def beside_grpo(turn_rewards: Callable[[Group, AdvantageConfig], ByTurn]) -> EstimateFunction:
+def add_to_grpo(turn_rewards: Callable[[Group, AdvantageConfig], ByTurn]) -> EstimateFunction:
     """Return the estimator that adds advantage.turn_weight × these rewards to GRPO's advantage."""
 
     def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
@@ -247,7 +252,7 @@ def gigpo(group: Group, config: AdvantageConfig) -> ByTurn:
         turns = sampled_turns(trajectory)
         rewards = np.zeros(len(turns))
         rewards[-1:] = trajectory.answer_score
-        returns.append(to_go(rewards, config.discount))
+        returns.append(discounted_returns(rewards, config.discount))
         states.append([None, *(turn.observation_ids.tobytes() for turn in turns[:-1])][: len(turns)])
     return standardised(returns, states, config)
 
@@ -259,7 +264,7 @@ def mt_grpo(group: Group, config: AdvantageConfig) -> ByTurn:
         pages = [turn.documents for turn in sampled_turns(trajectory)[:-1]]
         shows = [any(holds_answer(f"{page.title}\n{page.text}", golden) for page in shown) for shown in pages]
         rewards.append(np.array(shows, np.float64))
-    return by_number(rewards, config)
+    return normalize_by_turn_index(rewards, config)
 
 
 def stepsearch(group: Group, config: AdvantageConfig) -> ByTurn:
@@ -278,8 +283,8 @@ def stepsearch(group: Group, config: AdvantageConfig) -> ByTurn:
             gain = len((shown - seen) & targets) / max(1, len(targets))
             rewards.append(gain - len(shown & seen) / max(1, len(shown)))
             seen |= shown
-        sums.append(to_go(np.array(rewards), config.discount))
-    return by_number(sums, config)
+        sums.append(discounted_returns(np.array(rewards), config.discount))
+    return normalize_by_turn_index(sums, config)
 
 
 def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
@@ -388,19 +393,23 @@ _BESIDE = "{scaled}, + {config.turn_weight:g} × of each turn: "
 _WHITENED = "whitened over the sampled tokens of the step"
 ESTIMATORS = {  # sources: docs/credit.md
     "grpo": Estimator(grpo, "{scaled}"),
-    "dr_grpo": Estimator(compose(less_mean), "score - mean"),
-    "grpo_neutral": Estimator(compose(neutral, over_std), _LOSERS + "as if the score were 0"),
-    "grpo_acceptable": Estimator(compose(acceptable, over_std), _LOSERS + "0"),
+    "dr_grpo": Estimator(compose(group_mean_baseline), "score - mean"),
+    "grpo_neutral": Estimator(compose(neutral, normalize_by_std), _LOSERS + "as if the score were 0"),
+    "grpo_acceptable": Estimator(compose(acceptable, normalize_by_std), _LOSERS + "0"),
     "grpo_passk": Estimator(
-        compose(best_less_second, over_std),
+        compose(best_minus_second, normalize_by_std),
         "{scaled} for the best trajectory, 0 for the others",
         centred="best score - second best",
     ),
-    "rloo": Estimator(compose(less_others), "score - mean of the others"),
-    "opo": Estimator(compose(less_mean_by_length), "score - mean weighted by sampled tokens"),
-    "gpg": Estimator(compose(less_mean, over_share_of_scores), "(score - mean) / share of nonzero scores"),
+    "rloo": Estimator(compose(leave_one_out_baseline), "score - mean of the others"),
+    "opo": Estimator(compose(length_weighted_mean_baseline), "score - mean weighted by sampled tokens"),
+    "gpg": Estimator(
+        compose(group_mean_baseline, divide_by_nonzero_share), "(score - mean) / share of nonzero scores"
+    ),
     "reinforce_plus_plus": Estimator(compose(lambda group, _: group.scores, whitened), f"score, {_WHITENED}"),
-    "reinforce_plus_plus_baseline": Estimator(compose(less_mean, whitened), f"score - mean, {_WHITENED}"),
+    "reinforce_plus_plus_baseline": Estimator(
+        compose(group_mean_baseline, whitened), f"score - mean, {_WHITENED}"
+    ),
     "querygroup": Estimator(
         querygroup,
         "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
@@ -408,17 +417,17 @@ ESTIMATORS = {  # sources: docs/credit.md
         judges=True,
     ),
     "gigpo": Estimator(
-        beside_grpo(gigpo),
+        add_to_grpo(gigpo),
         _BESIDE + "the score × discount^(turns to the end), compared where the last observation is the same",
         "turns before which the environment showed the same are compared with each other too",
     ),
     "mt_grpo": Estimator(
-        beside_grpo(mt_grpo),
+        add_to_grpo(mt_grpo),
         _BESIDE + "whether it shows a golden answer, compared among turns of one number",
         "turns that show a golden answer get more",
     ),
     "stepsearch": Estimator(
-        beside_grpo(stepsearch),
+        add_to_grpo(stepsearch),
         _BESIDE
         + "new less repeated target documents, of later turns too, compared among turns of one number",
         "searches that show new target documents (the question's passages, or else silver ones) get more",
@@ -465,7 +474,7 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
         "def advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float | np.ndarray]],"
         " as in examples/own_advantage.py"
     )
-    function = own_function(config.estimator, key, ("groups", "config"), expected)
+    function = import_user_function(config.estimator, key, ("groups", "config"), expected)
     summary = (function.__doc__ or "the result of that function").strip().partition("\n")[0]
     return Estimator(function, summary.replace("{", "{{").replace("}", "}}"), "a function of your own")
 
@@ -504,7 +513,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
             estimated = calibrate(estimated, config)
         for number, credit in zip(compared, estimated, strict=True):
             credits[number] = credit
-    return AdvantageResult([spread(credit) for credit in credits], credits, summarise(credits))
+    return AdvantageResult([broadcast_to_tokens(credit) for credit in credits], credits, summarise(credits))
 
 
 def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:

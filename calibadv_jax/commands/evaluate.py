@@ -24,6 +24,7 @@ from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
+from calibadv_jax.distributed.joining import alone
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
 from calibadv_jax.evaluation.records import RowFile, RowKey, ScoredRow, identity, make_row
 from calibadv_jax.evaluation.report import (
@@ -35,7 +36,6 @@ from calibadv_jax.evaluation.report import (
     table_rows,
     unanswered,
 )
-from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths

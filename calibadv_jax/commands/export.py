@@ -20,8 +20,8 @@ from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
+from calibadv_jax.distributed.joining import alone
 from calibadv_jax.evaluation.report import ScoreReport, markdown_table
-from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params

@@ -28,11 +28,11 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
-from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
+from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.demonstrations import Demonstration, load_demonstrations, split_off
-from calibadv_jax.hosts.joining import alone
+from calibadv_jax.distributed.joining import alone
 from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
 from calibadv_jax.learner.losses import negative_log_likelihood
@@ -89,7 +89,7 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, console: Console) -> None:
-    folder, sft = Path(config.run.dir), dataclasses.replace(config.sft, row_length=config.sft_row_length)
+    folder, sft = Path(config.run.dir), dataclasses.replace(config.sft, pack_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
@@ -135,13 +135,13 @@ def _train(
 ) -> None:
     """Train on the batches, up to update `total`.
 
-    Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience
+    Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience_steps
     updates in a row or from the first to the last.
     """
     folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
     learner, console = cold_start.learner, cold_start.console
-    patience, first = min(config.guards.patience, total), cold_start.step + 1
-    guards = Guards(dataclasses.replace(config.guards, patience=patience), "sft.optimizer.lr")
+    patience, first = min(config.guards.patience_steps, total), cold_start.step + 1
+    guards = Guards(dataclasses.replace(config.guards, patience_steps=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, first, console.warn)
     with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
         for step, batch in enumerate(batches, first):
@@ -216,7 +216,7 @@ def _own_demonstrations(
             raise UserError(f"sft.held_out is {sft.held_out:g}, but {fault}: {advice}")
         return [], None
     name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
-    longest, row_length = config.rollout.max_prompt_length, config.sft_row_length
+    longest, pack_length = config.rollout.max_prompt_length, config.sft_row_length
     demonstrations = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
 
     def fitting(lengths: dict[int, int], longest: int, *limit: str) -> list[Demonstration]:
@@ -228,11 +228,11 @@ def _own_demonstrations(
     questions = [demonstration.question for demonstration in demonstrations]
     demonstrations = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
     sizes = enumerate(demonstration_length(each, config, tokenizer) for each in demonstrations)
-    long_rows = {place: size for place, size in sizes if size > row_length}
-    demonstrations = fitting(long_rows, row_length, "demonstrations", "sft.row_length")
+    long_rows = {place: size for place, size in sizes if size > pack_length}
+    demonstrations = fitting(long_rows, pack_length, "demonstrations", "sft.pack_length")
     training, held_out = split_off(demonstrations, sft.held_out, config.run.seed)
     samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
-    return training, pack(samples, row_length) if samples else None
+    return training, pack(samples, pack_length) if samples else None
 
 
 def _batches(
@@ -258,35 +258,35 @@ def _batches(
         sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
         if (size := len(sample.tokens)) > longest:
             fault = f"demonstration of question {demonstration.question.id!r} has {size} tokens"
-            raise UserError(f"{fault}, but sft.row_length is {longest}: raise it")
+            raise UserError(f"{fault}, but sft.pack_length is {longest}: raise it")
         return sample
 
     for full in islice(_row_fulls(map(fitting_sample, drawn), sft.rows, longest), skipped, None):
         yield pack(full, longest, weights=token_weights(full, "token_mean"))
 
 
-def _row_fulls(samples: Iterable[Sample], rows: int, row_length: int) -> Iterator[list[Sample]]:
+def _row_fulls(samples: Iterable[Sample], rows: int, pack_length: int) -> Iterator[list[Sample]]:
     """Yield lists of samples, in their order, that each fill the rows; the last one need not."""
     pending: list[Sample] = []
     lengths: list[int] = []
-    shapes = [RowShape(row_length, 1)]
+    shapes = [RowShape(pack_length, 1)]
     for sample in samples:
         pending.append(sample)
         lengths.append(len(sample.tokens))
-        if _may_need_more(lengths, rows, row_length) and plan(lengths, shapes).num_rows[0] > rows:
+        if _may_need_more(lengths, rows, pack_length) and plan(lengths, shapes).num_rows[0] > rows:
             yield pending[:-1]
             pending, lengths = pending[-1:], lengths[-1:]
     if pending:
         yield pending
 
 
-def _may_need_more(lengths: Sequence[int], rows: int, row_length: int) -> bool:
+def _may_need_more(lengths: Sequence[int], rows: int, pack_length: int) -> bool:
     """Return False only if `plan` needs at most `rows` rows, at a fraction of its cost.
 
     A sample opens one more row only if each of the other rows holds too many tokens for it.
     """
     ordered = np.sort(lengths)[::-1]  # as first-fit decreasing takes them
-    fewest = rows * (row_length + 1 - ordered) + ordered
+    fewest = rows * (pack_length + 1 - ordered) + ordered
     return bool(np.any(np.cumsum(ordered) >= fewest))
 
 

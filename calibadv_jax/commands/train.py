@@ -19,17 +19,17 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import answer_warnings, load_questions
-from calibadv_jax.hosts.exchange import Hosts
-from calibadv_jax.hosts.joining import joined
+from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.distributed.joining import init_distributed
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
 from calibadv_jax.metrics.shown_steps import ShownSteps
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
+from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fingerprints import check_same
@@ -51,7 +51,7 @@ def run(config: Config, kept: Config | None = None) -> None:
     `kept` is for the run's folder: without the addresses of services that the caller started for
     this run, so that later readers start them again.
     """
-    with joined(config) as hosts:
+    with init_distributed(config) as hosts:
         console = Console(config.log.progress, silent=not hosts.is_first)
         with locked_run(Path(config.run.dir), console.warn) if hosts.is_first else nullcontext():
             _run(config, kept or config, console, hosts)
@@ -67,7 +67,7 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
     policy = config.policy
     inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from) if mirror else nullcontext()
     with ExitStack() as fetched:
-        hosts.first("run.mirror", lambda: fetched.enter_context(inputs))
+        hosts.run_on_main_and_broadcast("run.mirror", lambda: fetched.enter_context(inputs))
         model, questions, overlong = _prepare(config, kept, console, hosts, mirror)
     folder = Path(config.run.dir)
     resume = "" if config.checkpoint.resume else "with checkpoint.resume=true "
@@ -118,7 +118,9 @@ def _prepare(
         for line in filter(None, warnings):
             console.warn(line)
     check_same(config, model, fitting, hosts)
-    hosts.first("run folder", lambda: bool(enter_run_folder(kept, model, fitting, console.say, mirror)))
+    hosts.run_on_main_and_broadcast(
+        "run folder", lambda: bool(enter_run_folder(kept, model, fitting, console.say, mirror))
+    )
     return model, fitting, len(lengths)
 
 
@@ -237,7 +239,7 @@ class Step:
             from calibadv_jax.commands.evaluate import validate
 
             with self._live("evaluation", "trajectories", rollouts.progress(of_collect=True), "evaluate"):
-                self.row |= self.hosts.first(
+                self.row |= self.hosts.run_on_main_and_broadcast(
                     "evaluation", lambda: report_metrics(validate(self.config, rollouts))
                 )
 

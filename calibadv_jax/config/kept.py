@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from calibadv_jax.config.keys import drop_removed
+from calibadv_jax.config.keys import drop_removed, rename_old_keys
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, write_json, write_text
 
@@ -71,6 +71,7 @@ def read_config(path: Path, way_out: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(each, dict | list) for each in values.values()):
         raise UserError(f"{path}: empty or cut off (was the disk full?); {way_out}")
     drop_removed(values)
+    rename_old_keys(values)
     return values
 
 

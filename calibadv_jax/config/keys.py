@@ -20,9 +20,21 @@ from calibadv_jax.core.errors import UserError
 
 PEER_PAGE = "docs/coming_from.md"
 _PEER_TABLE = Path(__file__).with_name("peer_keys.yaml")
-_SHORT_NAMES = "short names"  # in the table, beside the trainers
+# Parts of the table that are no trainer's: names of papers, and keys of earlier versions of this project.
+_SHORT_NAMES = "short names"
+_EARLIER_VERSIONS = "earlier versions"
 # Keys of earlier versions -> the value that is fixed now; the table of peers' keys says why.
 REMOVED = {"policy.lora.dropout": 0.0, "reward.judge.max_answer": 2000, "sampler.request_timeout": 1800.0}
+# Keys of earlier versions -> their present names. Configs that runs have kept get the present names;
+# in a user's own config the old name is refused with a hint from the table of peers' keys.
+RENAMED = {
+    "rollout.replace_tied": "rollout.dynamic_sampling",
+    "learner.row_length": "learner.pack_length",
+    "learner.optimizer.warmup_steps": "learner.optimizer.warmup_updates",
+    "critic.optimizer.warmup_steps": "critic.optimizer.warmup_updates",
+    "sft.optimizer.warmup_steps": "sft.optimizer.warmup_updates",
+    "guards.patience": "guards.patience_steps",
+}
 
 
 @dataclass(frozen=True)
@@ -115,12 +127,26 @@ def refuse_unknown(values: Any, source: str) -> None:
 def drop_removed(values: dict[str, Any]) -> None:
     """Drop from nested values the keys of earlier versions that have the value which is fixed now."""
     for dotted, fixed in REMOVED.items():
-        *sections, name = dotted.split(".")
-        section: Any = values
-        for part in sections:
-            section = section.get(part) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.get(name) == fixed:
+        section, name = _find_section(values, dotted)
+        if section.get(name) == fixed:
             del section[name]
+
+
+def rename_old_keys(values: dict[str, Any]) -> None:
+    """Give the keys of earlier versions in the nested values of a kept config their present names."""
+    for old, new in RENAMED.items():
+        section, name = _find_section(values, old)
+        if name in section:
+            section[new.rpartition(".")[2]] = section.pop(name)
+
+
+def _find_section(values: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+    """Return the section of a dotted key, empty where it is missing, and the last part of the key."""
+    *parts, name = dotted.split(".")
+    section: Any = values
+    for part in parts:
+        section = section.get(part) if isinstance(section, dict) else None
+    return (section if isinstance(section, dict) else {}), name
 
 
 def counterpart(dotted: str) -> str:
@@ -136,7 +162,10 @@ def _fields(kind: Any) -> dict[str, Any]:
 def _with_hint(dotted: str, value: Any, siblings: dict[str, Any]) -> str:
     """``'learner.lr'; did you mean 'learner.optimizer.lr'?``; an unknown section gives its first key."""
     is_section = isinstance(value, dict) and bool(value)
-    is_of_peer = is_section and any(key.name.startswith(f"{dotted.lstrip('+')}.") for key in peer_keys())
+    prefix = f"{dotted.lstrip('+')}."
+    is_of_peer = is_section and any(
+        key.name.startswith(prefix) and key.trainer != _EARLIER_VERSIONS for key in peer_keys()
+    )
     if not is_of_peer and (hint := _hint(dotted, isinstance(value, dict), siblings)):
         return f"{dotted!r}; {hint}"
     if is_section:

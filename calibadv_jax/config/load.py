@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from calibadv_jax.config.kept import follow_run, map_texts, rebase_paths, run_of
-from calibadv_jax.config.keys import drop_removed, marked, refuse_unknown, type_of
+from calibadv_jax.config.keys import drop_removed, marked, refuse_unknown, rename_old_keys, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.config.shipped import find_config
@@ -157,8 +157,9 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
         base = loaded.pop(BASE, "") if isinstance(loaded, DictConfig) else ""
         if not isinstance(base, str):
             raise UserError(f"{path}: {BASE} is {base!r}, but must be the name of one config file")
-        checked = _checked(loaded, str(path))
-        if run := run_of(path):
+        run = run_of(path)
+        checked = _checked(loaded, str(path), is_kept=run is not None)
+        if run is not None:
             values: Any = OmegaConf.to_container(checked)
             checked = OmegaConf.create(rebase_paths(values, run))
     if base:
@@ -167,12 +168,17 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
     yield str(path), checked
 
 
-def _checked(loaded: Any, name: str) -> DictConfig:
-    """Return a file's values if they are a mapping of known sections and keys."""
+def _checked(loaded: Any, name: str, is_kept: bool = False) -> DictConfig:
+    """Return a file's values if they are a mapping of known sections and keys.
+
+    A file that a run has kept (`is_kept`) may have the names of an earlier version.
+    """
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
     values: Any = OmegaConf.to_container(loaded)
     drop_removed(values)
+    if is_kept:
+        rename_old_keys(values)
     refuse_unknown(values, name)
     return OmegaConf.create(values)
 

@@ -73,7 +73,7 @@ class Config(Section):
     @property
     def sft_row_length(self) -> int:
         """Tokens of a packed row of the cold start."""
-        return self.sft.row_length or self.rollout.max_length
+        return self.sft.pack_length or self.rollout.max_length
 
     @property
     def sampler_dtype(self) -> str:
@@ -100,15 +100,15 @@ class Config(Section):
         warmup, steps = self.critic.warmup_steps, self.learner.steps
         if self.advantage.has_critic and warmup >= steps:
             yield f"critic.warmup_steps is {warmup}, but must be below learner.steps ({steps}): lower it"
-        if (width := self.learner.row_length) < (longest := self.rollout.max_length):
-            fault = f"learner.row_length is {width}, but rollout.max_length = {longest}"
+        if (width := self.learner.pack_length) < (longest := self.rollout.max_length):
+            fault = f"learner.pack_length is {width}, but rollout.max_length = {longest}"
             yield f"{fault}: raise the first or lower the second"
         rolls_back = self.guards.action == "rollback"
         every, keep = self.checkpoint.every, self.checkpoint.keep
         if rolls_back and not every:
             yield "guards.action is rollback, but checkpoint.every is 0: set it to a number of steps"
         # Checkpoints of bad steps before the last of them trips the guard.
-        bad = -(-(self.guards.patience - 1) // (every or 1))
+        bad = -(-(self.guards.patience_steps - 1) // (every or 1))
         if rolls_back and keep <= bad:
             way_out = f"set checkpoint.keep={bad + 1} or more"
             yield f"guards.action is rollback, but all {keep} checkpoints may be of bad steps: {way_out}"

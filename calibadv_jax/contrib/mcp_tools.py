@@ -23,9 +23,9 @@ import anyio
 from calibadv_jax.config import McpConfig
 from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import printable, well_formed, well_formed_json
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.core.user_functions import failure
 from calibadv_jax.services import http_client
 from calibadv_jax.services.child_process import set_aside
 from calibadv_jax.services.http_client import LONGEST_REPLY, BadReply, PerLoop, Unreachable, retry

@@ -57,8 +57,8 @@ def with_golden_logprobs(
             if keys:
                 probed.append(keys)
         probed_groups.append(replace(group, trajectories=trajectories))
-    if any(len(sample.tokens) > config.row_length for sample in samples.values()):
-        config = replace(config, row_length=config.row_length + PROBE_TOKENS)
+    if any(len(sample.tokens) > config.pack_length for sample in samples.values()):
+        config = replace(config, pack_length=config.pack_length + PROBE_TOKENS)
     for policy, params in policies.items():
         values = sample_logprobs(learner, params, list(samples.values()), config)
         for (key, sample), token_logprobs in zip(samples.items(), values, strict=True):

@@ -8,7 +8,13 @@ import numpy as np
 
 from calibadv_jax.advantages import estimators
 from calibadv_jax.advantages.credit import sampled_turns
-from calibadv_jax.advantages.estimators import ByTurn, Estimate, beside_grpo, by_number, to_go
+from calibadv_jax.advantages.estimators import (
+    ByTurn,
+    Estimate,
+    add_to_grpo,
+    discounted_returns,
+    normalize_by_turn_index,
+)
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Trajectory
@@ -26,24 +32,26 @@ def _igpo(group: Group, config: AdvantageConfig) -> ByTurn:
         rewards.append(np.append(np.diff(np.exp(logprobs)), score)[: len(logprobs)])
     spread = estimators.standardised(rewards, [[0] * len(turns) for turns in rewards], config)
     return [
-        np.pad(to_go(gains, config.discount), (0, len(trajectory.turns) - len(gains)))
+        np.pad(discounted_returns(gains, config.discount), (0, len(trajectory.turns) - len(gains)))
         for trajectory, gains in zip(group.trajectories, spread, strict=True)
     ]
 
 
-@beside_grpo
+@add_to_grpo
 def a2tgpo(group: Group, config: AdvantageConfig) -> ByTurn:
     """Compare gains among turns of one number; divide sums over later turns by the root of their number."""
     logprobs = [_golden_logprobs(trajectory, "current") for trajectory in group.trajectories]
-    gains = by_number([np.diff(np.exp(turns)) for turns in logprobs], config)
-    return [to_go(turns, config.discount) / np.sqrt(np.arange(len(turns), 0, -1)) for turns in gains]
+    gains = normalize_by_turn_index([np.diff(np.exp(turns)) for turns in logprobs], config)
+    return [
+        discounted_returns(turns, config.discount) / np.sqrt(np.arange(len(turns), 0, -1)) for turns in gains
+    ]
 
 
-@beside_grpo
+@add_to_grpo
 def tips(group: Group, config: AdvantageConfig) -> ByTurn:
     """Compare among turns of one number how much a turn and those after it raise the log-probability."""
     gains = [np.diff(_golden_logprobs(trajectory, "initial")) for trajectory in group.trajectories]
-    return by_number([to_go(turns, config.discount) for turns in gains], config)
+    return normalize_by_turn_index([discounted_returns(turns, config.discount) for turns in gains], config)
 
 
 def _golden_logprobs(trajectory: Trajectory, policy: str) -> np.ndarray:

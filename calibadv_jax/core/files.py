@@ -27,7 +27,7 @@ def check_literal(folder: Path) -> None:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[None]:
+def wrap_disk_errors(path: Path) -> Iterator[None]:
     """Turn the errors of any library for a disk that cannot be written into an OSError that names `path`.
 
     Errors that name a file outside of `path` and of its partial names stay as they are.
@@ -43,7 +43,7 @@ def written(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield another name beside `path` to write to, which becomes `path` if the block succeeds.
 
     Its folder is made if missing. The data are on the disk before the name: after a power failure no file is
@@ -55,7 +55,7 @@ def replacing(path: Path) -> Iterator[Path]:
         leftover.unlink(missing_ok=True)
     partial = _own_name(path, PARTIAL)
     try:
-        with written(path):
+        with wrap_disk_errors(path):
             yield partial
             _to_disk(partial)
             os.replace(partial, path)
@@ -64,8 +64,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a folder; the next writer restores the older one after a kill in the exchange."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """As `atomic_write`, for a folder.
+
+    If the process is killed while the folders are exchanged, the next writer restores the older one.
+    """
     for previous in _leftovers(path, PREVIOUS):
         if not path.exists():
             previous.rename(path)
@@ -73,7 +76,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial, previous = _own_name(path, PARTIAL), _own_name(path, PREVIOUS)
     try:
-        with written(path):
+        with wrap_disk_errors(path):
             partial.mkdir(parents=True)
             yield partial
             for file in partial.rglob("*"):
@@ -117,13 +120,13 @@ def _to_disk(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8; see `replacing`."""
-    with replacing(path) as partial:
+    """Write a text in UTF-8; see `atomic_write`."""
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Write a value as JSON; see `replacing`."""
+    """Write a value as JSON; see `atomic_write`."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 
 
@@ -133,8 +136,8 @@ def content_hash(value: Any) -> str:
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> None:
-    """Write rows as JSON lines; see `replacing`."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+    """Write rows as JSON lines; see `atomic_write`."""
+    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import NoReturn, ParamSpec, TypeVar
 
 CALLED = 143  # status of a process that stops because another one does: as after SIGTERM
-UNWAITED = "unwaited"  # name of threads that the end of the process does not wait for
-GRACE = 5.0  # seconds for which the end of the process waits for unwaited work
+DAEMON_THREAD = "calibadv-daemon"  # name of threads that the end of the process does not wait for
+GRACE = 5.0  # seconds for which the end of the process waits for the work of daemon threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,8 +125,8 @@ def _say(text: str) -> None:
         os.write(2, f"{start}{text}\n".encode())
 
 
-def in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Run work in a thread of its own; `leave` ends the process before it is done."""
+def start_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Run work in a thread of its own; `exit_process` ends the process before it is done."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
     context = contextvars.copy_context()
@@ -137,37 +137,37 @@ def in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
         except BaseException as error:  # any error is passed to the caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name=UNWAITED, daemon=True).start()
+    threading.Thread(target=run, name=DAEMON_THREAD, daemon=True).start()
     return future
 
 
-async def unwaited(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run work as `asyncio.to_thread`, but `in_daemon_thread`.
+async def await_in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run work as `asyncio.to_thread`, but `start_daemon_thread`.
 
     A program of the device cannot be interrupted, and the threads of `to_thread` are joined at exit.
     """
-    return await asyncio.wrap_future(in_daemon_thread(work, *args, **kwargs))
+    return await asyncio.wrap_future(start_daemon_thread(work, *args, **kwargs))
 
 
-def leave(status: str | int | None) -> NoReturn:
-    """End the process as `sys.exit`; if unwaited work is left after some seconds, without exit handlers.
+def exit_process(status: str | int | None) -> NoReturn:
+    """End the process as `sys.exit`; if daemon threads still work after some seconds, without exit handlers.
 
     Those of Python and JAX would wait for the device's program. The run has saved its state before.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C ends without a traceback
     deadline = time.monotonic() + GRACE
-    working = [thread for thread in threading.enumerate() if thread.name == UNWAITED]
+    working = [thread for thread in threading.enumerate() if thread.name == DAEMON_THREAD]
     for thread in working:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not any(thread.is_alive() for thread in working):
         sys.exit(status)
     if isinstance(status, str):
         sys.stderr.write(f"{status}\n")
-    leave_now(1 if isinstance(status, str) else status or 0)
+    exit_process_now(1 if isinstance(status, str) else status or 0)
 
 
-def leave_now(status: int) -> NoReturn:
+def exit_process_now(status: int) -> NoReturn:
     """End the process without exit handlers."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or its reader is gone

@@ -16,7 +16,7 @@ from calibadv_jax.config import Config, RewardConfig
 from calibadv_jax.config.keys import marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import content_hash, replacing, written
+from calibadv_jax.core.files import atomic_write, content_hash, wrap_disk_errors
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation.methods import METHODS
 
@@ -171,7 +171,7 @@ class RowFile:
 
     def add(self, row: ScoredRow) -> None:
         """Append a row; it survives the end of this process."""
-        with written(self.path), self.path.open("ab") as file:
+        with wrap_disk_errors(self.path), self.path.open("ab") as file:
             self._note(row, file.tell())
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
@@ -185,7 +185,7 @@ class RowFile:
 
     def _rewrite(self, order: Sequence[RowKey]) -> None:
         offsets: dict[RowKey, int] = {}
-        with self.path.open("rb") as old, replacing(self.path) as partial, partial.open("wb") as new:
+        with self.path.open("rb") as old, atomic_write(self.path) as partial, partial.open("wb") as new:
             for key in order:
                 old.seek(self._offsets[key])
                 offsets[key] = new.tell()

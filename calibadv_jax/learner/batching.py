@@ -54,7 +54,8 @@ class Batch:
     """Packed rows. Column t describes the token that *follows* it, so device code never shifts.
 
     Shapes [R, L]. The mask is owned here: a column with weight 0 has no influence on the loss. Where samples
-    share computed tokens (`SharedRows`), only `tokens`, `positions` and `ends` are of the computed columns.
+    share computed tokens (`PrefixSharedRows`), only `tokens`, `positions` and `ends` are of the computed
+    columns.
     """
 
     tokens: Any  # int32, input
@@ -132,15 +133,15 @@ class Plan:
         return sum(n * shape.cost for n, shape in zip(self.positions, self.shapes, strict=True))
 
 
-def rows_at(length: int, rows: int, row_length: int) -> int:
-    """Return the rows of `length` in a microbatch with at most the tokens of `rows` of `row_length`."""
-    return rows * max(1, row_length // length)
+def rows_at(length: int, rows: int, pack_length: int) -> int:
+    """Return the rows of `length` in a microbatch with at most the tokens of `rows` of `pack_length`."""
+    return rows * max(1, pack_length // length)
 
 
-def row_shapes(row_length: int, rows: int, count: int, cost: Callable[[int], float]) -> list[RowShape]:
+def row_shapes(pack_length: int, rows: int, count: int, cost: Callable[[int], float]) -> list[RowShape]:
     """Return the `count` most useful widths, widest first; `rows` are a microbatch's of the widest."""
-    widths = sorted({int(row_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
-    return [RowShape(width, rows_at(width, rows, row_length), cost(width)) for width in widths]
+    widths = sorted({int(pack_length * share) for share in WIDTHS[:count]} - {0}, reverse=True)
+    return [RowShape(width, rows_at(width, rows, pack_length), cost(width)) for width in widths]
 
 
 def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
@@ -294,13 +295,13 @@ class Rows:
 
 def pack(
     samples: Sequence[Sample],
-    row_length: int,
+    pack_length: int,
     aggregation: Aggregation = "token_mean",
     weights: Arrays | None = None,
 ) -> Batch:
-    """Pack samples into rows of `row_length`; `weights` replace those of `aggregation`."""
+    """Pack samples into rows of `pack_length`; `weights` replace those of `aggregation`."""
     weights = weights or token_weights(samples, aggregation)
-    return Rows(samples, [RowShape(row_length, 1)], weights).batches()[0]
+    return Rows(samples, [RowShape(pack_length, 1)], weights).batches()[0]
 
 
 def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -339,7 +340,7 @@ class Tree:
     num_trained: int  # columns that the samples' trained tokens take
 
 
-class SharedRows(Rows):
+class PrefixSharedRows(Rows):
     """Packed rows in which tokens that several samples begin with are computed once.
 
     The trajectories of a group begin with one prompt, and often with one search and its documents. Each node

@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from calibadv_jax.config import Config, LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.learner.batching import Batch, Sample, token_weights
-from calibadv_jax.learner.learner import Learner, LearnerOptions, State, states
+from calibadv_jax.learner.learner import Learner, LearnerOptions, State, target_hidden_states
 from calibadv_jax.learner.losses import Metrics
 from calibadv_jax.learner.optimizer import make_optimizer
 from calibadv_jax.learner.step import make_sample, mini_batches, packed
-from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import CriticDecoder, Params, Policy
 
@@ -32,9 +32,9 @@ class CriticLearner(Learner):
     metrics_of = "critic"
 
     def _values(self, base: Params, params: Params, batch: Batch, used: Any = None) -> tuple[Array, Array]:
-        critic = self.policy.merge(joined(base, params))
+        critic = self.policy.merge(merge_params(base, params))
         assert isinstance(critic, CriticDecoder)
-        values = critic.values(states(critic, batch))
+        values = critic.values(target_hidden_states(critic, batch))
         return values, jnp.zeros_like(values)
 
 

@@ -19,7 +19,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches, rows_at
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
-from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import (
     batch_sharding,
@@ -40,10 +40,10 @@ class LearnerOptions:
     rows: int  # packed rows of one microbatch; a multiple of data x fsdp devices
     temperature: float = 1.0  # of the sampler; the learner's logits are divided by it, too
     logprob_chunk: int = 1024  # tokens of each of `rows` rows whose logits exist at once
-    row_length: int = 0  # of the widest rows; a microbatch has more of narrower ones. 0: `rows` of any width
+    pack_length: int = 0  # of the widest rows; a microbatch has more of narrower ones. 0: `rows` of any width
     entropy_gradient: bool = True  # False: the entropy is no term of the loss, only reported
     offload: bool = False  # the optimizer's moments lie in host memory between the updates
-    shares_prefixes: bool = False  # samples share computed tokens, see `batching.SharedRows`
+    shares_prefixes: bool = False  # samples share computed tokens, see `batching.PrefixSharedRows`
     rows_key: str = "learner.microbatch_rows"  # the config key of `rows`, for messages
 
     @classmethod
@@ -53,7 +53,7 @@ class LearnerOptions:
             config.learner.microbatch_rows,
             config.rollout.temperature or 1.0,
             config.policy.logprob_chunk,
-            config.learner.row_length,
+            config.learner.pack_length,
             entropy_gradient=config.loss.entropy_coef != 0,
             offload=optimizer.offload == "host",
             shares_prefixes=config.learner.share_prefixes,
@@ -120,7 +120,7 @@ class Learner:
 
     def whole(self, params: Params) -> Params:
         """Join the base and these parameters; no array is copied."""
-        return joined(self.base, params)
+        return merge_params(self.base, params)
 
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
@@ -203,7 +203,7 @@ class Learner:
                 yield self._put(microbatch)
 
     def _rows_at(self, length: int) -> int:
-        return rows_at(length, self.options.rows, self.options.row_length)
+        return rows_at(length, self.options.rows, self.options.pack_length)
 
     def _put(self, microbatch: Batch) -> Batch:
         """Place a microbatch; every process has all of it, and puts its own rows."""
@@ -247,10 +247,10 @@ class Learner:
         self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
     ) -> tuple[Array, Array]:
         """Return log-probabilities and entropies, float32 [R, L]; arbitrary outside the `used` columns."""
-        decoder, options = self.policy.merge(joined(base, params)), self.options
+        decoder, options = self.policy.merge(merge_params(base, params)), self.options
         # More rows: as many logits at once.
         chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
-        hidden, targets = states(decoder, microbatch), microbatch.targets
+        hidden, targets = target_hidden_states(decoder, microbatch), microbatch.targets
         return token_logprobs(
             decoder, hidden, targets, options.temperature, chunk, options.entropy_gradient, used
         )
@@ -285,7 +285,7 @@ class Learner:
         return {"params": paths, "opt_state": moments, "updates": ""}
 
 
-def states(decoder: Decoder, batch: Batch) -> Array:
+def target_hidden_states(decoder: Decoder, batch: Batch) -> Array:
     """Return the state that predicts the target of each column, [R, L, D]."""
     hidden = decoder(batch.tokens, batch.positions, batch.segment_ids, batch.ends)
     return hidden if batch.sources is None else jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)

@@ -18,7 +18,7 @@ from numpy.random import Generator
 
 from calibadv_jax.config import Config, LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.own_function import failure, is_address, own_function
+from calibadv_jax.core.user_functions import failure, import_user_function, is_address
 from calibadv_jax.learner.batching import Arrays, Batch, Sample
 
 LOG_RATIO_LIMIT = 20.0  # as in the CalibAdv authors' code: exp stays finite
@@ -347,7 +347,7 @@ def find_loss(name: str) -> Loss:
     """Return the loss of `loss.name`, one of LOSSES or ``package.module:function``; UserError if unusable."""
     if not is_address(name):
         return LOSSES[name]
-    function = own_function(name, "loss.name", ("tokens", "config"), EXPECTED)
+    function = import_user_function(name, "loss.name", ("tokens", "config"), EXPECTED)
 
     def terms(tokens: Tokens, config: LossConfig) -> Terms:
         try:
@@ -378,7 +378,7 @@ def check_loss(config: LossConfig) -> list[str]:
 # --- Importance correction between the sampling and the trained policy ---
 
 
-def corrected_for_sampler(
+def importance_correction(
     terms: Array, gap: Array, tokens: Tokens, config: LossConfig
 ) -> tuple[Array, Array | None]:
     """Apply truncated and masked importance weights; all terms stay in the mean, masked ones as 0.
@@ -452,7 +452,7 @@ class PolicyLoss:
         """Whether the ratio divides by the learner's probabilities before the step's first update."""
         return self.config.old_logprobs == "recompute" and not self.on_policy
 
-    def is_moved_by(self, sample: Sample) -> bool:
+    def has_gradient(self, sample: Sample) -> bool:
         """Return False if the sample's gradient is zero: no advantage, and no other term of the loss."""
         if self.config.kl_coef or self.config.entropy_coef or self.definition.every_sample:
             return bool(sample.mask.any())
@@ -487,7 +487,7 @@ class PolicyLoss:
         tokens = Tokens(logprobs, old, log_ratio, batch.advantages, trained, batch.segment_ids, batch.factors)
         policy_terms, clipped = self.definition.terms(tokens, config)
         gap = jax.lax.stop_gradient(old - batch.sampler_logprobs)
-        policy_terms, masked = corrected_for_sampler(policy_terms, gap, tokens, config)
+        policy_terms, masked = importance_correction(policy_terms, gap, tokens, config)
         terms = policy_terms
         if config.entropy_coef > 0:  # 0 times the entropies would still cost the gradient of them
             terms = terms - config.entropy_coef * entropies

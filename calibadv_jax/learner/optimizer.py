@@ -32,16 +32,16 @@ def step_updates(learner: LearnerConfig, trajectories: int) -> int:
 
 def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
     """Return the learning rate by optimizer update: linear warm-up, then constant, cosine or linear to 0."""
-    decay = max(1, (config.decay_updates or total_updates) - config.warmup_steps)
+    decay = max(1, (config.decay_updates or total_updates) - config.warmup_updates)
     main = {
         "constant": optax.constant_schedule(config.lr),
         "cosine": optax.cosine_decay_schedule(config.lr, decay),
         "linear": optax.linear_schedule(config.lr, 0.0, decay),
     }[config.schedule]
-    if config.warmup_steps == 0:
+    if config.warmup_updates == 0:
         return main
-    warmup = optax.linear_schedule(0.0, config.lr, config.warmup_steps)
-    return optax.join_schedules([warmup, main], [config.warmup_steps])
+    warmup = optax.linear_schedule(0.0, config.lr, config.warmup_updates)
+    return optax.join_schedules([warmup, main], [config.warmup_updates])
 
 
 def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:

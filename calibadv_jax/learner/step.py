@@ -13,7 +13,15 @@ from numpy.random import Generator
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.trajectory import Trajectory
-from calibadv_jax.learner.batching import Arrays, Batch, Rows, Sample, SharedRows, row_shapes, token_weights
+from calibadv_jax.learner.batching import (
+    Arrays,
+    Batch,
+    PrefixSharedRows,
+    Rows,
+    Sample,
+    row_shapes,
+    token_weights,
+)
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.losses import TOKEN_METRICS, LossFunction, PolicyLoss
 from calibadv_jax.policy.transformer import Params
@@ -69,7 +77,7 @@ def learn(
     no advantage, are not computed, but count in the mean.
     """
     aggregation = loss.config.aggregation
-    samples, is_moving = list(samples), [loss.is_moved_by(sample) for sample in samples]
+    samples, is_moving = list(samples), [loss.has_gradient(sample) for sample in samples]
     moving = np.flatnonzero(is_moving)  # samples that change nothing are left out of every pass
     if loss.recomputes and len(moving):
         recomputed = sample_logprobs(learner, state["params"], [samples[index] for index in moving], config)
@@ -113,13 +121,13 @@ def sample_logprobs(
     return _logprobs(learner, params, packed(learner, samples, config))
 
 
-def fixed_text(vocab_size: int, max_length: int) -> np.ndarray:
+def probe_tokens(vocab_size: int, max_length: int) -> np.ndarray:
     """Draw tokens int32 [T], always the same ones, with room for one that a worker samples."""
     length = min(FIXED_TOKENS, max_length - 1)
     return np.random.default_rng(0).integers(0, vocab_size, length).astype(np.int32)
 
 
-def agreement(
+def logprob_mismatch(
     learner: Updater, params: Params, config: LearnerConfig, tokens: np.ndarray, worker_logprobs: Arrays
 ) -> dict[str, float]:
     """Compare the log-probabilities of tokens int32 [T] under each worker's weights with the learner's.
@@ -147,8 +155,8 @@ def packed(
     learner: Updater, samples: Sequence[Sample], config: LearnerConfig, weights: Arrays | None = None
 ) -> Rows:
     """Pack samples into rows of the config's widths; `weights` as in `Rows`."""
-    shapes = row_shapes(config.row_length, config.microbatch_rows, config.row_widths, learner.position_cost)
-    return (SharedRows if config.share_prefixes else Rows)(samples, shapes, weights)
+    shapes = row_shapes(config.pack_length, config.microbatch_rows, config.row_widths, learner.position_cost)
+    return (PrefixSharedRows if config.share_prefixes else Rows)(samples, shapes, weights)
 
 
 def mini_batches(samples: Sequence[Sample], config: LearnerConfig, rng: Generator) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from calibadv_jax.config import LogConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
-from calibadv_jax.core.files import write_text, written
+from calibadv_jax.core.files import wrap_disk_errors, write_text
 from calibadv_jax.metrics.catalogue import find
 
 MLFLOW_BATCH = 1000  # values that it takes at once
@@ -68,7 +68,7 @@ class TensorBoard(MetricsBackend):
         self._open(start_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        with written(self._folder):
+        with wrap_disk_errors(self._folder):
             for name, value in values.items():
                 self._add(step, summary=self._scalar(name, value))
             self._events.flush()
@@ -78,13 +78,13 @@ class TensorBoard(MetricsBackend):
         self._open(step)
 
     def close(self) -> None:
-        with written(self._folder):
+        with wrap_disk_errors(self._folder):
             self._events.close()
 
     def _open(self, purge_step: int | None) -> None:
         # A file's name says the second; without the count a second file of that second would replace it.
         self._files += 1
-        with written(self._folder):
+        with wrap_disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._events = self._writer(str(self._folder / "events"), filename_suffix=f".{self._files}")
             if purge_step is not None:

@@ -46,9 +46,9 @@ class Guards:
     The first step on the good side of its threshold arms a guard: a policy that has yet to learn the format
     has not collapsed. NaN counts from the start. A step without a guard's metric leaves the count.
 
-    The guard of numbers has no threshold: after `patience` steps in a row without a finite update, or one
-    step after which the parameters are not finite, the run ends or, with rollback, goes back. Messages name
-    the config key of the learning rate, `rate_key`.
+    The guard of numbers has no threshold: after `patience_steps` steps in a row without a finite update, or
+    one step after which the parameters are not finite, the run ends or, with rollback, goes back. Messages
+    name the config key of the learning rate, `rate_key`.
     """
 
     def __init__(self, config: GuardsConfig, rate_key: str = RATE_KEYS["actor"]):
@@ -77,11 +77,13 @@ class Guards:
             flags[f"guard/{name}"] = float(is_bad and name in self._streaks)
             streak = self._streaks.get(name, 0)
             # It trips once; a rollback stays due if the last start ended before it went back.
-            if streak == config.patience or (streak > config.patience and config.action == "rollback"):
+            if streak == config.patience_steps or (
+                streak > config.patience_steps and config.action == "rollback"
+            ):
                 if math.isnan(value):
                     cause = "the numbers of the policy are broken (NaN)"
                 limits = f"{'below' if side == 'min' else 'above'} guards.{threshold}={limit:g}"
-                times = f"for {config.patience} step(s)"
+                times = f"for {config.patience_steps} step(s)"
                 findings.append(f"step {step}: {cause} ({metric} {value:.4g}, {limits} {times})")
         if not any(self._streaks.values()):
             self.last_good_step = step
@@ -113,7 +115,7 @@ class Guards:
         skipped = [part for part in trained if metrics[f"{part}/skipped"] == 1]
         streak = self._streaks[NUMBERS] = self._streaks.get(NUMBERS, 0) + 1 if lost or skipped else 0
         flags = {f"guard/{NUMBERS}": float(streak > 0)}
-        if not lost and streak < self.config.patience:
+        if not lost and streak < self.config.patience_steps:
             return flags, []
         part = (lost or skipped)[0]
         owner = "" if part == "actor" else f" of the {part}"

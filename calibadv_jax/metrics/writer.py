@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_text, written
+from calibadv_jax.core.files import wrap_disk_errors, write_text
 
 if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
     from calibadv_jax.metrics.backends import MetricsBackend
@@ -40,7 +40,7 @@ class MetricsWriter:
         row: dict[str, object] = {"step": step, **values, **dict.fromkeys(nonfinite)}
         if nonfinite:
             row["nonfinite"] = nonfinite
-        with written(self.path):
+        with wrap_disk_errors(self.path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
         finite = {name: value for name, value in values.items() if name not in nonfinite}
@@ -62,7 +62,7 @@ class MetricsWriter:
         return self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        with written(self.path):
+        with wrap_disk_errors(self.path):
             self._file.close()
         for backend in self._backends:
             backend.close()

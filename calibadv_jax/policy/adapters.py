@@ -53,7 +53,7 @@ def split(params: Params) -> tuple[Params, Params]:
     return unflatten(base), unflatten(added)
 
 
-def joined(base: Params, added: Params) -> Params:
+def merge_params(base: Params, added: Params) -> Params:
     """Join the results of `split`; no array is copied."""
     return unflatten(flatten(base) | flatten(added))
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.weights import WEIGHTS
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -100,7 +100,7 @@ class LocalCopy:
         frozen, trained = self._split(params)
         if self._frozen is None:
             self._frozen = self._copied(frozen)
-        return joined(self._frozen, self._copied(trained))
+        return merge_params(self._frozen, self._copied(trained))
 
     def _copied(self, params: Any) -> Any:
         def local(leaf: Array, sharding: NamedSharding) -> Array:

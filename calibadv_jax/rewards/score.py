@@ -13,9 +13,9 @@ from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.own_function import failure, is_address, own_function
 from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.user_functions import failure, import_user_function, is_address
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -119,7 +119,7 @@ def metric_name(reward: str) -> str:
 
 
 def _load_own(address: str) -> Callable[..., float]:
-    return own_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
+    return import_user_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
 
 
 def own_score(address: str, trajectory: Trajectory) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import (
     ANSWER_USAGE,
     INVALID_TEMPLATE,
@@ -22,6 +21,7 @@ from calibadv_jax.core.tags import (
     neutralise,
 )
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.core.user_functions import failure
 
 
 @dataclass(frozen=True)

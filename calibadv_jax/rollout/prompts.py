@@ -13,9 +13,9 @@ import numpy as np
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
-from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import OPEN_THINK, Grammar, leaves_thought_open, neutralise, split_at_tags
 from calibadv_jax.core.trajectory import Question
+from calibadv_jax.core.user_functions import failure
 from calibadv_jax.rollout.actions import grammar_of, usages
 from calibadv_jax.rollout.observation import added_token_strings, encode
 

@@ -219,7 +219,7 @@ class RolloutStream:
     on-policy training: all groups of a step begin together, and the step waits for all of them.
 
     `begin` starts the rollout of (number, question) in the background; `questions` are endless. Above
-    `max_failed_share` of a step's trajectories `take` raises an error. At most `replace_tied` groups that
+    `max_failed_share` of a step's trajectories `take` raises an error. At most `dynamic_sampling` groups that
     `are_tied` give way to others, a step. `wait_for` waits until one of the running groups is complete.
     """
 
@@ -295,7 +295,7 @@ class RolloutStream:
 
     def _replace(self, numbers: Sequence[int]) -> bool:
         """Take out as many tied groups as may be replaced; return whether there was one."""
-        room = self.config.replace_tied - len(self._replaced)
+        room = self.config.dynamic_sampling - len(self._replaced)
         if room <= 0:
             return False
         are_tied = self._are_tied([self._running[number].future.result() for number in numbers])

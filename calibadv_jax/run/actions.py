@@ -12,8 +12,8 @@ from typing import Any
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
-from calibadv_jax.core.own_function import failure, load_optional, own_function
 from calibadv_jax.core.tags import NAME, RESERVED
+from calibadv_jax.core.user_functions import failure, import_user_function, load_optional
 from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import ACTIONS
@@ -62,7 +62,7 @@ def _named_action(tool: ToolConfig) -> Action:
     if tool.name in built_in:
         return built_in[tool.name](max_length=tool.max_length)
     try:
-        action = own_function(tool.name, "tools", (), EXPECTED)()
+        action = import_user_function(tool.name, "tools", (), EXPECTED)()
     except UserError:
         raise
     except Exception as error:  # a class of the user's own may raise anything

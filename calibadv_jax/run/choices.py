@@ -5,7 +5,7 @@ from __future__ import annotations
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.hosts.joining import describe_processes
+from calibadv_jax.distributed.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import check_reward
 from calibadv_jax.run.actions import describe_actions
@@ -33,8 +33,8 @@ def _check_something_is_learned(config: Config) -> None:
         fault = "the format asks for a search, so that every trajectory would score 0 and nothing be learned"
         keys, advice = "rollout.max_searches is 0 and reward.format is true", "set reward.format=false"
         raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
-    if rollout.group_size == 1 and rollout.replace_tied:
-        raise UserError("rollout.group_size=1 ties every group; raise it, or set rollout.replace_tied=0")
+    if rollout.group_size == 1 and rollout.dynamic_sampling:
+        raise UserError("rollout.group_size=1 ties every group; raise it, or set rollout.dynamic_sampling=0")
     balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if rollout.group_size == 1 and credit.is_calibrated and balances and credit.adjust != "clip":
         fault = "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.files import content_hash
-from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.core.user_functions import load_optional
+from calibadv_jax.distributed.exchange import Hosts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
@@ -90,9 +90,9 @@ def cold_start_identity(
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
     """Refuse (UserError) processes that read different files or offer different actions."""
     newest = newest_step(Path(config.run.dir) / "checkpoints")
-    hosts.same("newest checkpoint in run.dir", lambda: newest)
+    hosts.assert_equal("newest checkpoint in run.dir", lambda: newest)
     for name, compute in _contents(config, model, questions, is_fresh=newest is None).items():
-        hosts.same(name, compute)
+        hosts.assert_equal(name, compute)
 
 
 def describe_policy(source: PolicySource) -> dict[str, Any]:

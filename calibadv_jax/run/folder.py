@@ -19,7 +19,7 @@ from calibadv_jax.core.files import write_json
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import BASE, Model, base_of
 from calibadv_jax.services.retriever_client import difference
@@ -103,8 +103,8 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     values = read_config(path, f"remove {config.sft.output}, and the cold start is made again")
     before = with_defaults(rebase_paths(values, path.parent))
     now = with_defaults(rebase_paths(kept_values(config), path.parent))
-    if config.sft.row_length is None:  # the cold start has chosen it
-        now["sft"]["row_length"] = before["sft"]["row_length"]
+    if config.sft.pack_length is None:  # the cold start has chosen it
+        now["sft"]["pack_length"] = before["sft"]["pack_length"]
     if changed := changed_keys(before, now, COLD_START_KEYS, may_differ):
         fault = f"holds a cold start with other settings ({', '.join(changed)})"
         raise UserError(f"{config.sft.output}: {fault}; choose another run.dir, or remove the folder")

@@ -18,7 +18,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import content_hash, read_json, write_json
 from calibadv_jax.core.tags import TAGS
 from calibadv_jax.learner.learner import init_params
-from calibadv_jax.policy.adapters import Adapters, joined, split
+from calibadv_jax.policy.adapters import Adapters, merge_params, split
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
@@ -176,11 +176,11 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
         folder, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
         params = load_params(folder, policy, mesh)
         if policy.adapters and not init_from:
-            params = joined(params, init_params(policy, mesh, config.run.seed, only_trained=True))
+            params = merge_params(params, init_params(policy, mesh, config.run.seed, only_trained=True))
     if policy.adapters and init_from:
         from calibadv_jax.snapshots.peft import load_adapters
 
-        params = joined(params, load_adapters(Path(init_from), policy, mesh))
+        params = merge_params(params, load_adapters(Path(init_from), policy, mesh))
     return params
 
 
@@ -299,7 +299,7 @@ class PolicySource:
         targets = placed_params(policy.abstract_trained, mesh)
         trained = restore_params(self.path, targets, self.step)[0]
         base = self.base
-        return joined(base.params(policy, mesh), trained) if base else trained
+        return merge_params(base.params(policy, mesh), trained) if base else trained
 
 
 def find_policy(path: Path) -> PolicySource:

@@ -15,9 +15,9 @@ from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import attempt_seed
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.hosts.exchange import ALONE, Hosts, SharedGroups
+from calibadv_jax.distributed.exchange import ALONE, Hosts, SharedGroups
 from calibadv_jax.learner.learner import State
-from calibadv_jax.learner.step import agreement, fixed_text
+from calibadv_jax.learner.step import logprob_mismatch, probe_tokens
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.rewards.score import trajectory_scores
@@ -93,7 +93,9 @@ class RunState:
 
     def _are_tied(self, groups: Sequence[Group]) -> list[bool]:
         scores = [trajectory_scores(group, self.config.reward) for group in groups]
-        self.hosts.same("score of a group", lambda: scores)  # else it would ask for other groups instead
+        self.hosts.assert_equal(
+            "score of a group", lambda: scores
+        )  # else it would ask for other groups instead
         return [len(set(of_group)) < 2 for of_group in scores]
 
     @property
@@ -118,7 +120,7 @@ class RunState:
         for group in replaced:
             scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
             self.questions.note(group.question.id, scores)
-        if self.config.rollout.replace_tied:
+        if self.config.rollout.dynamic_sampling:
             metrics["rollout/replaced_groups"] = float(len(replaced))
         if self.config.data.has_curriculum:
             metrics["rollout/resting_questions"] = float(self.questions.resting)
@@ -132,7 +134,7 @@ class RunState:
         """
         learner = self.trainer.learner
         published = self.rollouts.publish(self.step, learner.whole(self.state["params"]))
-        tokens = fixed_text(len(self.model.tokenizer), self.config.rollout.max_length)
+        tokens = probe_tokens(len(self.model.tokenizer), self.config.rollout.max_length)
         with self.hosts.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
             local = self.rollouts.prompt_logprobs(tokens.tolist())
@@ -140,7 +142,7 @@ class RunState:
         logprobs = [values for samplers in processes for values in samplers.values()]
         if logprobs and learner.options.temperature != 1.0:
             return {"rollout/workers": float(len(logprobs))}
-        return agreement(learner, self.state["params"], self.config.learner, tokens, logprobs)
+        return logprob_mismatch(learner, self.state["params"], self.config.learner, tokens, logprobs)
 
     def sampler_metrics(self) -> dict[str, float]:
         """Return the sums of the samplers' counts over all processes."""

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
-from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
-from calibadv_jax.hosts.exchange import ALONE, Hosts
+from calibadv_jax.core.user_functions import load_optional
+from calibadv_jax.distributed.exchange import ALONE, Hosts
 from calibadv_jax.learner.batching import content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.optimizer import schedule_of
 from calibadv_jax.learner.step import Learned, learn, make_sample
-from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.record.schema import Logprobs
+from calibadv_jax.rollout_store.schema import Logprobs
 from calibadv_jax.run.model import Model, initial_params
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Trainer:
         if config.advantage.has_critic:
             from calibadv_jax.run.critic import Critic
 
-            copied = None if params is None else joined(base, jax.tree.map(jnp.copy, trained))
+            copied = None if params is None else merge_params(base, jax.tree.map(jnp.copy, trained))
             self.critic = Critic(config, model, copied)
         return {} if params is None else self.learner.init(params)
 
@@ -89,7 +89,7 @@ class Trainer:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         per_token = [values for group in advantages.advantages for values in group]
         samples = [make_sample(*pair) for pair in zip(trajectories, per_token, strict=True)]
-        self.hosts.same("batch to train on", lambda: content_of(samples))
+        self.hosts.assert_equal("batch to train on", lambda: content_of(samples))
         rate = float(self.schedule(int(state["updates"])))
         trained = [sample for sample in samples if sample.mask.any()]
         learned = Learned(state, {}, samples)

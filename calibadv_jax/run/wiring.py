@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.interfaces import Sampler
-from calibadv_jax.core.own_function import load_optional
+from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.hosts.exchange import ALONE, Hosts
-from calibadv_jax.hosts.joining import own_workers
+from calibadv_jax.distributed.exchange import ALONE, Hosts
+from calibadv_jax.distributed.joining import own_workers
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
@@ -58,7 +58,7 @@ def open_services(
     section = config.retriever if config.has_retriever else config.retriever.at(NO_RETRIEVER)
     with ExitStack() as stack:
         service = open_retriever(section, folder / "retriever.log", warn)
-        retriever = hosts.first("retriever", lambda: stack.enter_context(service))
+        retriever = hosts.run_on_main_and_broadcast("retriever", lambda: stack.enter_context(service))
         urls: list[str] = []
         if config.sampler.name == "vllm":
             from calibadv_jax.sampler.vllm_worker import open_workers

@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.policy.adapters import joined
+from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.sharding import (
     RULES,
     axis_size,
@@ -101,7 +101,7 @@ class CacheEngine:
         base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
         copied = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
-        self._params = joined(unflatten(shared), self._cast(unflatten(copied)))
+        self._params = merge_params(unflatten(shared), self._cast(unflatten(copied)))
         self.forget()
 
     def _copied(self, params: Params) -> Params:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.interfaces import Completion, Sampler, SamplingParams
-from calibadv_jax.core.stopping import unwaited
+from calibadv_jax.core.stopping import await_in_daemon_thread
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.sampler.engine import CacheEngine
@@ -109,7 +109,7 @@ class JaxSampler(Sampler):
         if not running:
             self._hand_back(paused)
             return {}
-        chunk = asyncio.create_task(unwaited(self._advance, running))
+        chunk = asyncio.create_task(await_in_daemon_thread(self._advance, running))
         await asyncio.sleep(0)  # it begins
         try:
             self._hand_back(paused)

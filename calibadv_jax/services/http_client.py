@@ -19,8 +19,8 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.core.own_function import failure
 from calibadv_jax.core.tags import well_formed_json
+from calibadv_jax.core.user_functions import failure
 
 AWAY = (408, 425, 429, 502, 503, 504)  # statuses that announce that a later attempt may succeed
 NO_SUCH_METHOD = 501

@@ -15,8 +15,8 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
-from calibadv_jax.core.files import replacing
-from calibadv_jax.core.stopping import in_daemon_thread
+from calibadv_jax.core.files import atomic_write
+from calibadv_jax.core.stopping import start_daemon_thread
 
 STALLED, NOTED = 60, 15  # seconds without progress until a store is given up; between lines about a wait
 # At most 64 MiB are on their way before they are written: progress within STALLED seconds at 1 MiB/s.
@@ -56,7 +56,7 @@ class ObjectStore:
                 return True
             self.files.mkdirs(name.rpartition("/")[0], exist_ok=True)
             with TemporaryDirectory(dir=self.folder, prefix=".") as folder:
-                with replacing(Path(folder, "object")) as file:
+                with atomic_write(Path(folder, "object")) as file:
                     file.write_bytes(data)
                 os.link(Path(folder, "object"), self.folder / name)
             return True
@@ -75,7 +75,7 @@ class ObjectStore:
 
     def call(self, operation: str, work: Callable[[], T], progress: Callable[[], Any] = lambda: 0) -> T:
         """Return the result of `work` or raise UserError, also after STALLED seconds without `progress`."""
-        future, idle, before = in_daemon_thread(work), 0, progress()
+        future, idle, before = start_daemon_thread(work), 0, progress()
         while not wait([future], NOTED).done:
             last, before = before, progress()
             idle = idle + NOTED if before == last else 0

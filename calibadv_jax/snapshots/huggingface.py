@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import read_json, replacing, replacing_folder, write_json
+from calibadv_jax.core.files import atomic_folder, atomic_write, read_json, write_json
 from calibadv_jax.core.hub import TOKENIZER_FILES
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params
@@ -132,7 +132,7 @@ def save_folder(
     """
     output = output.absolute()
     refuse_foreign(output)
-    with replacing_folder(output) as partial:
+    with atomic_folder(output) as partial:
         _write_weights(params, partial, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
         if tokenizer_source is not None:
             copy_tokenizer(tokenizer_source, partial)
@@ -151,7 +151,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             file.unlink()
     for file in sorted(source.iterdir()):
         if file.is_file() and _is_tokenizer_file(file.name):
-            with replacing(target / file.name) as partial:
+            with atomic_write(target / file.name) as partial:
                 shutil.copyfile(file, partial)
 
 

@@ -27,7 +27,7 @@ from calibadv_jax.config.kept import FOLDER as CONFIGS
 from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError, cause_text
-from calibadv_jax.core.files import replacing, replacing_folder
+from calibadv_jax.core.files import atomic_folder, atomic_write
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.weights import summary
@@ -168,7 +168,7 @@ class Mirror:
         rollback = {path: places.pop(path) for path in changed if path == ROLLBACK}
         self._get(places)
         for step in [step for step in steps if step in map(_step_of, changed)]:
-            with replacing_folder(self.folder / CHECKPOINTS / str(step)) as place:
+            with atomic_folder(self.folder / CHECKPOINTS / str(step)) as place:
                 paths = [path for path in files if _step_of(path) == step]
                 self._get({path: place.joinpath(*path.split("/")[2:]) for path in paths})
         for step in set(saved_steps(self.folder / CHECKPOINTS)).difference(steps):
@@ -179,7 +179,7 @@ class Mirror:
         """Fetch files of the run, by their paths, to these places; each appears when all are whole."""
         files = self._version.files
         with ExitStack() as stack:
-            parts = {path: stack.enter_context(replacing(place)) for path, place in places.items()}
+            parts = {path: stack.enter_context(atomic_write(place)) for path, place in places.items()}
             names = [str(part) for part in parts.values()]
             get = partial(self._store.files.get, [f"{OBJECTS}/{files[path][0]}" for path in parts], names)
             self._store.call(

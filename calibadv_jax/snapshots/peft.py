@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from calibadv_jax.config.sections.policy import LORA_TARGETS
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import read_json, replacing_folder, write_json
+from calibadv_jax.core.files import atomic_folder, read_json, write_json
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import hf_shapes, shape_problems, summary, to_hf
@@ -92,7 +92,7 @@ def save_adapters(
         "use_dora": False,
         "inference_mode": True,
     }
-    with replacing_folder(output) as partial:
+    with atomic_folder(output) as partial:
         tensors = {name: np.ascontiguousarray(array) for name, array in to_hf(params)}
         # PEFT warns of keys of adapter_config.json that it does not know, so the dtype stands here.
         save_file(tensors, partial / ADAPTER, metadata=WRITER | {BASE_DTYPE: adapters.base_dtype})

@@ -29,8 +29,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import check_literal, read_json, write_json, written
-from calibadv_jax.policy.adapters import joined, merged
+from calibadv_jax.core.files import check_literal, read_json, wrap_disk_errors, write_json
+from calibadv_jax.policy.adapters import merge_params, merged
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params, replicated
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
@@ -73,7 +73,7 @@ class SnapshotStore:
         for stale in self.folder.glob("v*"):
             if snapshot_version(stale) >= version:
                 _remove(stale)
-        with written(folder), ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+        with wrap_disk_errors(folder), ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
             folder.mkdir(parents=True)
             digests = pool.map(_digest, arrays.values())  # they are hashed while they are written
             self._checkpointer.save(folder / TREE, unflatten(arrays))
@@ -200,7 +200,7 @@ def _with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], 
         raise UserError(f"{snapshot}: {folder} is another model than the base of its adapters; {way_out}")
     policy = Policy(architecture_from_hf(manifest["config"], f"{snapshot}: config"), Numerics())
     frozen = read_base_tensors(folder, policy, jnp.dtype(base["base_dtype"]))
-    whole = merged(joined(frozen, unflatten(adapters)), base["scale"], jnp.dtype(base["dtype"]))
+    whole = merged(merge_params(frozen, unflatten(adapters)), base["scale"], jnp.dtype(base["dtype"]))
     return {path: np.asarray(leaf) for path, leaf in flatten(whole).items()}
 
 

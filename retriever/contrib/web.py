@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from retriever.errors import RequestFailed, RetrieverError
-from retriever.files import replacing
+from retriever.files import atomic_write
 from retriever.interfaces import Hits
 
 ENDPOINT = "https://serpapi.com/search.json"
@@ -45,7 +45,7 @@ class Budget:
             fcntl.flock(lock, fcntl.LOCK_EX)  # other threads and services count in the same file
             spent = self.spent()
             if spent < self.limit:
-                with replacing(self.path) as partial:
+                with atomic_write(self.path) as partial:
                     partial.write_text(json.dumps({"requests": spent + 1}), encoding="utf-8")
             return spent < self.limit
 

@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 from retriever.corpus.layouts import is_convertible, read_passages
 from retriever.errors import RetrieverError
-from retriever.files import replacing
+from retriever.files import atomic_write
 from retriever.interfaces import CorpusRow
 
 
 class Pages:
-    """Rows by URL, read on demand from a file that stays open: replacing it changes nothing.
+    """Rows by URL, read on demand from a file that stays open: atomic_write it changes nothing.
 
     Raises RetrieverError: no such file, or a malformed row. `sha256` is the hash of all rows.
     """
@@ -243,7 +243,7 @@ def save_offsets(corpus: Path, offsets: Offsets) -> None:
     state = _identity(corpus) | {"documents": len(offsets.starts) - 1, "sha256": offsets.sha256}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, by_many=True) as partial, partial.open("wb") as file:
+        with atomic_write(path, by_many=True) as partial, partial.open("wb") as file:
             file.write(json.dumps(state).encode().ljust(HEADER))
             offsets.starts.tofile(file)
     except OSError as error:

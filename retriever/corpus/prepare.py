@@ -14,7 +14,7 @@ from pathlib import Path
 from retriever.corpus.layouts import Passage, read_passages
 from retriever.corpus.passages import CACHED_FROM, Offsets, save_offsets, scan
 from retriever.errors import RetrieverError
-from retriever.files import replacing
+from retriever.files import atomic_write
 
 
 @dataclass
@@ -50,7 +50,7 @@ def prepare_corpus(
     with ExitStack() as stack:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            partial = stack.enter_context(replacing(output))
+            partial = stack.enter_context(atomic_write(output))
             file = stack.enter_context(partial.open("wb"))
         except OSError as error:
             raise RetrieverError(f"{output}: cannot be written ({error.strerror})") from error

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from retriever.backends import IndexOptions
-from retriever.encoders import K1, B, words
+from retriever.encoders import K1, B, tokenize
 from retriever.errors import RetrieverError, require
 from retriever.indexes.backend import Backend, Build, progress_bar, require_memory
 from retriever.interfaces import Ranker
@@ -28,7 +28,7 @@ class Bm25Backend(Backend):
     def write(self, build: Build) -> dict[str, Any]:
         corpus = build.corpus
         sample = corpus[:: max(1, len(corpus) // SAMPLE)]
-        count = len(corpus) * sum(len(words(row["contents"])) for row in sample) // len(sample)
+        count = len(corpus) * sum(len(tokenize(row["contents"])) for row in sample) // len(sample)
         # The peak: word ids as lists, then three arrays of distinct words and their sort.
         peak = 8 * count + 40 * (count * 2 // 3) + 64 * len(corpus)
         require_memory(peak, "BM25", "use --retriever_name hashed --factory IVF4096,PQ64")
@@ -36,7 +36,9 @@ class Bm25Backend(Backend):
         ids = []
         with progress_bar(len(corpus), "words", build.progress) as bar:
             for row in corpus:
-                ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(row["contents"])])
+                ids.append(
+                    [vocabulary.setdefault(word, len(vocabulary)) for word in tokenize(row["contents"])]
+                )
                 bar.update()
         index = self._library.BM25(k1=K1, b=B, method="lucene", backend="numpy")
         index.index((ids, vocabulary), show_progress=build.progress and sys.stderr.isatty())
@@ -77,7 +79,7 @@ class Bm25:
         """As `interfaces.Ranker`; row -1 without a word in common."""
         ranked = []
         for query in queries:
-            indexed = [word for word in words(query) if word in self._index.vocab_dict]
+            indexed = [word for word in tokenize(query) if word in self._index.vocab_dict]
             scores = self._index.get_scores(indexed) if indexed else np.zeros(self.documents, np.float32)
             ranked.append(top_k(scores, k))
         scores, ids = map(np.stack, zip(*ranked, strict=True))

@@ -21,11 +21,11 @@ from retriever.encoders import (
     load_encoder,
     make_encoder,
     spread,
-    words,
+    tokenize,
     words_version,
 )
 from retriever.errors import RetrieverError
-from retriever.files import replacing, replacing_folder
+from retriever.files import atomic_folder, atomic_write
 from retriever.indexes.backend import (
     AGAIN,
     MANIFEST,
@@ -74,7 +74,7 @@ def build_index(
                 embeddings = embed(corpus, shards, options, progress, backend)
             encoder = embeddings.encoder
             manifest |= {"encoder": encoder.name, "model": encoder.model, "dimension": encoder.dimension}
-        with replacing_folder(folder) as unfinished, _writing(unfinished):
+        with atomic_folder(folder) as unfinished, _writing(unfinished):
             if embeddings:
                 embeddings.encoder.save(unfinished)
             entries = backend.write(Build(unfinished, corpus, options, embeddings, progress))
@@ -131,7 +131,7 @@ def embed(
     if not is_resumed:
         if folder.exists() and any(folder.iterdir()):
             raise RetrieverError(f"{folder}: exists and holds no embeddings; choose another --embeddings")
-        with replacing_folder(folder) as unfinished:
+        with atomic_folder(folder) as unfinished:
             encoder.save(unfinished)
             (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
@@ -153,7 +153,7 @@ def _encode(
     corpus: Corpus, encoder: Encoder, rows: range, path: Path, dtype: np.dtype, block: int, bar: Any
 ) -> None:
     # Written, not mapped: on a full disk a mapping ends the process without a message.
-    with replacing(path) as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, header | {"shape": (len(rows), encoder.dimension)})
         for first in rows[::block]:
@@ -198,12 +198,12 @@ class Index:
         return [list(islice(self._hits(*ranking), k)) for ranking in ranked]
 
     def _hits(self, query: str, scores: list[float], ids: list[int]) -> Iterator[tuple[CorpusRow, float]]:
-        query_words = set(words(query)) if self._is_noisy else set()
+        query_words = set(tokenize(query)) if self._is_noisy else set()
         for score, i in zip(scores, ids, strict=True):
             if i < 0:
                 continue
             row = self.corpus[i]
-            if not self._is_noisy or (score > 0 and not query_words.isdisjoint(words(row["contents"]))):
+            if not self._is_noisy or (score > 0 and not query_words.isdisjoint(tokenize(row["contents"]))):
                 yield row, score
 
 

@@ -26,7 +26,7 @@ from retriever.backends import find_remote, load_object
 from retriever.corpus.passages import Pages, load_corpus
 from retriever.encoders import Reranker
 from retriever.errors import RetrieverError
-from retriever.files import replacing
+from retriever.files import atomic_write
 from retriever.indexes.backend import MANIFEST, available_cores, read_manifest
 from retriever.indexes.index import Index, build_index, open_index
 from retriever.interfaces import Searcher
@@ -314,7 +314,7 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"ready on http://{host}:{port}\n")
         sys.stdout.flush()
         if arguments.port_file:
-            with replacing(arguments.port_file) as partial:
+            with atomic_write(arguments.port_file) as partial:
                 partial.write_text(str(port))
 
     async def follow_parent() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
+from calibadv_jax.advantages.credit import answer_turn_sums, last_sampled_turn
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
@@ -92,8 +92,8 @@ def test_tokens_signs_and_magnitudes(build, step, config):
 def test_rebalanced_groups_have_the_target_ratio(build, step, config):
     config = dataclasses.replace(config, rebalance=True)
     for credit in compute_advantages(build_step(build, step), config).credits:
-        before = answer_mass(credit.group, credit.raw.tolist())
-        after = answer_mass(credit.group, credit.answer_advantages())
+        before = answer_turn_sums(credit.group, credit.raw.tolist())
+        after = answer_turn_sums(credit.group, credit.answer_advantages())
         if min(before) == 0:
             assert after == (0, 0)
         else:

@@ -8,7 +8,7 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.contrib.commands.audit import MEASURES, gather, join, measure
+from calibadv_jax.contrib.cli.audit import MEASURES, gather, join, measure
 
 CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
 

@@ -12,9 +12,9 @@ import pytest
 from calibadv_jax.advantages.estimators import (
     compute_advantages,
     describe,
+    discounted_returns,
     gae_advantages,
     gae_and_returns,
-    to_go,
     whiten,
 )
 from calibadv_jax.config import AdvantageConfig
@@ -104,7 +104,7 @@ def test_igpo_standardises_gains_and_scores_together(searching):
     rewards = np.array([0.5, -0.25, 1.0, 0.25, 0.0])
     spread = (rewards - rewards.mean()) / rewards.std(ddof=1)
     for discount in (1.0, 0.5):
-        expected = [to_go(spread[:3], discount), to_go(spread[3:], discount)]
+        expected = [discounted_returns(spread[:3], discount), discounted_returns(spread[3:], discount)]
         close(turns_of("igpo", group, discount=discount, normalize_std=True), expected)
 
 

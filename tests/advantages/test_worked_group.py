@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calibadv_jax.advantages.credit import answer_mass, last_sampled_turn
+from calibadv_jax.advantages.credit import answer_turn_sums, last_sampled_turn
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.rewards.score import f1
@@ -91,7 +91,7 @@ def test_page_shows_computed_numbers(credit_of):
     for row in ratios:
         rebalanced = credit_of(target_ratio=float(row["λ"]), adjust=row["adjusted side"])
         advantages = rebalanced.answer_advantages()
-        positive, negative = answer_mass(rebalanced.group, advantages)
+        positive, negative = answer_turn_sums(rebalanced.group, advantages)
         columns = {"answers of 1 and 2": [advantages[0]], "answers of 4 and 5": [advantages[3]]}
         columns |= {"positive mass": [f"{positive:.0f}"], "negative mass": [f"{negative:.0f}"]}
         assert_columns([row], columns | {"ratio": [negative / positive]})

@@ -13,8 +13,8 @@ from shelf_rig import BY_ID, as_row, find, row, shelf_service, write_corpus
 from test_doctor import SHAPE
 
 from calibadv_jax.config import ToolConfig
-from calibadv_jax.contrib.commands import coverage
-from calibadv_jax.contrib.commands.demonstrate import (
+from calibadv_jax.contrib.cli import coverage
+from calibadv_jax.contrib.cli.demonstrate import (
     MAX_QUOTE,
     Lookup,
     answer_in,
@@ -23,7 +23,7 @@ from calibadv_jax.contrib.commands.demonstrate import (
     find_varied_support,
     read_passages,
 )
-from calibadv_jax.contrib.commands.demonstrate import run as write_demonstrations
+from calibadv_jax.contrib.cli.demonstrate import run as write_demonstrations
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, neutralise, parse_turn
@@ -201,7 +201,7 @@ def config(tmp_path):
         prompt={"template": "short", "chat": "off"},
         data={"train": str(tmp_path / "train.jsonl")},
         retriever={"corpus": str(tmp_path / "corpus.jsonl"), "topk": 1, "patience": 2.0},
-        sft={"demonstrations": str(tmp_path / "made" / "demos.jsonl"), "row_length": 1024},
+        sft={"demonstrations": str(tmp_path / "made" / "demos.jsonl"), "pack_length": 1024},
     )
 
 
@@ -233,7 +233,7 @@ def test_what_is_written_is_what_cold_start_reads(config, capsys):
 def test_varied_first_query_is_used(config):
     whole = "In which city was Bo Dorn born?"
     write_rows(Path(config.data.train), *(row(str(n), whole, ["Lima"], ["p3"]) for n in range(12)))
-    run(changed(config, sft={"first_query": "varied", "row_length": None}))
+    run(changed(config, sft={"first_query": "varied", "pack_length": None}))
     made = load_demonstrations(config.sft.demonstrations)
     queries = [parse_turn(each.turns[0].text, stop_reason="stop").query for each in made]
     assert len(queries) == 12 and set(queries) == {whole, "Bo Dorn"}
@@ -243,7 +243,7 @@ def test_long_demonstrations_are_left_out(config, capsys):
     run(changed(config, rollout={"max_observation_length": 30}))
     assert "cut off" in capsys.readouterr().out
     for section, changes, key in [
-        ("sft", {"row_length": 60}, "sft.row_length"),
+        ("sft", {"pack_length": 60}, "sft.pack_length"),
         ("rollout", {"max_length": 60, "max_prompt_length": 50}, "rollout.max_length"),
         ("rollout", {"max_prompt_length": 5}, "rollout.max_prompt_length"),
         ("rollout", {"max_turn_length": 10}, "rollout.max_turn_length"),

@@ -15,7 +15,7 @@ from tiny_policy import WIDER
 
 from calibadv_jax.config import McpConfig, MeshConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
-from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
@@ -59,7 +59,7 @@ def config(tmp_path):
         data={name: str(tmp_path / f"{name}.jsonl") for name in files},
         policy=policy,
         rollout={"max_length": 1024, "max_prompt_length": 512},
-        learner={"row_length": 1024},
+        learner={"pack_length": 1024},
         prompt={"template": "short", "chat": "off"},
         mesh={"fsdp": 8},
     )

@@ -14,7 +14,7 @@ from plan_rig import overrides, small
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands import plan
+from calibadv_jax.contrib.cli import plan
 from calibadv_jax.contrib.planning.hardware import find_target
 from calibadv_jax.contrib.planning.memory import GIB, program_memory
 from calibadv_jax.metrics.console import Console

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from trainer_rig import make_config
 
-from calibadv_jax.contrib.commands import quickstart
+from calibadv_jax.contrib.cli import quickstart
 from calibadv_jax.core.errors import UserError
 
 MEANS = {"f1": 0.5, "format": 1.0, "searches": 2.0}

@@ -73,8 +73,8 @@ def test_only_what_the_policy_writes_is_trained(tokenizer, loss_on):
     assert "<search>" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
-@pytest.mark.parametrize("row_length, rows, shortest, longest", SHAPES)
-def test_batches_are_filled_as_first_fit_places(monkeypatch, row_length, rows, shortest, longest):
+@pytest.mark.parametrize("pack_length, rows, shortest, longest", SHAPES)
+def test_batches_are_filled_as_first_fit_places(monkeypatch, pack_length, rows, shortest, longest):
     """Packing is computed only where it may need more rows."""
     counted = []
     monkeypatch.setattr(sft, "plan", lambda *arguments: counted.append(1) or plan(*arguments))
@@ -82,13 +82,15 @@ def test_batches_are_filled_as_first_fit_places(monkeypatch, row_length, rows, s
     pending, expected = [], []
     for number in range(len(lengths)):
         pending.append(number)
-        if plan([lengths[item] for item in pending], [RowShape(row_length, 1)]).num_rows[0] > rows:
+        if plan([lengths[item] for item in pending], [RowShape(pack_length, 1)]).num_rows[0] > rows:
             expected.append(pending[:-1])
             pending = pending[-1:]
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
-    fulls = [[int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, row_length)]
+    fulls = [
+        [int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, pack_length)
+    ]
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
-    assert len(counted) < 400 * (0.5 if longest < row_length // 4 else 1)
+    assert len(counted) < 400 * (0.5 if longest < pack_length // 4 else 1)
 
 
 def test_phase_has_steps_or_epochs(tmp_path, tokenizer):
@@ -110,7 +112,7 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
     names = ("a", "city", "it", "no", "who", "founded")
     path = write_rows(tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in names))
     own = load_demonstrations(path)
-    config = config_with(demonstrations=str(path), rows=1, row_length=40)
+    config = config_with(demonstrations=str(path), rows=1, pack_length=40)
     phase = SftPhase(epochs=3)
     batches = list(sft._batches(config, phase, own, tokenizer, seed=5))
     assert len(batches) == sft.count_updates(config, phase, own, tokenizer, 5) > 3
@@ -122,8 +124,8 @@ def test_epochs_train_every_demonstration_so_often(tmp_path, tokenizer):
 
 def test_overlong_demonstration_is_named(tokenizer):
     own = [Demonstration(QUESTION, (DemoTurn(f"<answer> {'ada ' * 50}</answer>"),))]
-    with pytest.raises(UserError, match="question '1' has .* tokens, but sft.row_length is 16"):
-        next(sft._batches(config_with(row_length=16), SftPhase(epochs=1), own, tokenizer, 0))
+    with pytest.raises(UserError, match="question '1' has .* tokens, but sft.pack_length is 16"):
+        next(sft._batches(config_with(pack_length=16), SftPhase(epochs=1), own, tokenizer, 0))
 
 
 def chat(asked, *replies):
@@ -218,7 +220,7 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
         tmp_path / "d.jsonl", *(chat(f"who founded {name} ?", ANSWER) for name in ("a", "city", "it", "no"))
     )
     held_out = {"held_out": 0.5, "held_out_every": 2, "phases": [SftPhase(5)], "output": str(folder / "sft")}
-    config = config_with(demonstrations=str(path), rows=8, row_length=32, **held_out)
+    config = config_with(demonstrations=str(path), rows=8, pack_length=32, **held_out)
     policy = {"init": GROUPED, "tokenizer": str(tmp_path / "tokenizer"), "compute_dtype": "float32"}
     log = {"backends": [], "progress": False}
     config = changed(config, run={"dir": str(folder)}, policy=policy, log=log)
@@ -242,21 +244,21 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("longest", "row_length", "remaining", "fault"),
+    ("longest", "pack_length", "remaining", "fault"),
     [
         (100, 4096, (0, 1, 3), "sft.demonstrations: the prompts of 1 of 4 .*=leave_out"),
-        (4096, 100, (0, 3), r"2 of 4 .* sft.row_length=100, the longest has 3\d\d .*d.jsonl:2.*=leave_out"),
+        (4096, 100, (0, 3), r"2 of 4 .* sft.pack_length=100, the longest has 3\d\d .*d.jsonl:2.*=leave_out"),
     ],
 )
 def test_overlong_demonstrations_are_refused_at_start(
-    tmp_path, tokenizer, longest, row_length, remaining, fault
+    tmp_path, tokenizer, longest, pack_length, remaining, fault
 ):
     answers = [f"<think> {'city ' * count}</think> <answer> it </answer>" for count in (1, 300, 1, 1)]
     asked = ["who founded a ?", "who founded b ?", "who founded " + "city " * 200 + "?", "who founded it ?"]
     path, output = write_rows(tmp_path / "d.jsonl", *map(chat, asked, answers)), []
 
     def read(overlong="leave_out", **keys):
-        config = config_with(demonstrations=str(path), **{"row_length": row_length} | keys)
+        config = config_with(demonstrations=str(path), **{"pack_length": pack_length} | keys)
         config = changed(config, rollout={"max_prompt_length": longest}, data={"overlong_prompts": overlong})
         return sft._own_demonstrations(config, tokenizer, output.append)
 
@@ -269,7 +271,7 @@ def test_overlong_demonstrations_are_refused_at_start(
     training, held_out = read(held_out=0.5)
     assert len(training) + int(held_out.segment_ids.max(axis=1).sum()) == len(remaining)
     with pytest.raises(UserError, match="of [34] .*none is left"):
-        read(row_length=8)
+        read(pack_length=8)
 
 
 SHAPE = {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -282,8 +284,8 @@ def started(tmp_path_factory):
     """The config of a cold start, and the batches that it trained on."""
     folder = tmp_path_factory.mktemp("run")
     build_word_tokenizer().save_pretrained(folder / "tokenizer")
-    optimizer = OptimizerConfig(lr=0.01, schedule="linear", warmup_steps=1)
-    keys = {"demonstrations": "world", "phases": PHASES, "rows": 8, "row_length": 64, "optimizer": optimizer}
+    optimizer = OptimizerConfig(lr=0.01, schedule="linear", warmup_updates=1)
+    keys = {"demonstrations": "world", "phases": PHASES, "rows": 8, "pack_length": 64, "optimizer": optimizer}
     config = changed(
         prompt={"template": "short", "chat": "off"},
         mesh={"fsdp": 8},
@@ -331,11 +333,11 @@ def test_finished_cold_start_leaves_policy_and_config(started, tmp_path):
     assert (folder / "sft/model.safetensors").is_file() and (folder / "sft/tokenizer.json").is_file()
     assert yaml.safe_load((folder / "sft.yaml").read_text())["run"]["seed"] == 3
     check_cold_start(config)  # the same settings: it need not be made again
-    check_cold_start(replace(config, sft=replace(config.sft, row_length=None)))
+    check_cold_start(replace(config, sft=replace(config.sft, pack_length=None)))
     tools = [ToolConfig("search"), ToolConfig("access")]
     for other, key in (
         (replace(config, tools=tools), "tools"),
-        (replace(config, sft=replace(config.sft, row_length=128)), "sft.row_length"),
+        (replace(config, sft=replace(config.sft, pack_length=128)), "sft.pack_length"),
     ):
         with pytest.raises(UserError, match=rf"cold start with other settings \({key}\)"):
             check_cold_start(other)
@@ -415,7 +417,7 @@ def test_killed_cold_start_resumes_with_same_settings_only(started, tmp_path, mo
     phases = replace(config.sft, phases=[SftPhase(steps=9, kind="drills")])
     for changes, words in (
         ({"sft": phases}, r"unfinished .* \(sft.phases\); choose"),
-        ({"sft": replace(config.sft, row_length=None)}, r"\(sft.row_length\)"),
+        ({"sft": replace(config.sft, pack_length=None)}, r"\(sft.pack_length\)"),
         ({"policy": replace(config.policy, init=init)}, r"\(policy.init.hidden_size, policy.config\)"),
         ({"tools": tools}, r"\(tools, tools.content\)"),
     ):
@@ -487,7 +489,7 @@ def test_diverged_cold_start_writes_no_policy(started, tmp_path, monkeypatch, ev
     monkeypatch.setattr(sft.Learner, "update", skipped)
     config = moved(started[0], tmp_path / "skipped")
     with pytest.raises(UserError, match="step 5: no update was finite for 5 steps: .*sft.optimizer.lr"):
-        sft.run(replace(config, guards=replace(config.guards, patience=99)))
+        sft.run(replace(config, guards=replace(config.guards, patience_steps=99)))
     assert not (tmp_path / "skipped/sft").exists()
 
 

@@ -20,16 +20,16 @@ from tiny_policy import Letters
 from trainer_rig import MODEL, QUESTIONS, ScriptedRollouts, checkpoints, make_config, make_state, rows
 
 from calibadv_jax.commands import evaluate, train
-from calibadv_jax.contrib.commands import doctor
+from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
-from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.distributed.exchange import Hosts
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.record.schema import kept_steps
-from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.rollout_store.schema import kept_steps
+from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run import trainer as trainer_module
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.wiring import check_inputs
@@ -170,7 +170,7 @@ def parts(tmp_path, monkeypatch):
 def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, capsys):
     folder, parts.rollouts = tmp_path / "run", ScriptedRollouts(fails_at=4)
     compared: list[str] = []  # among processes
-    monkeypatch.setattr(Hosts, "same", lambda _, name, value: compared.append(name))
+    monkeypatch.setattr(Hosts, "assert_equal", lambda _, name, value: compared.append(name))
     fitting = {"rollout": {"max_prompt_length": 11}, "prompt": {"template": "{question}"}}
     config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
@@ -257,7 +257,7 @@ class Counting(ScriptedRollouts):
 
 def test_step_counts_workers_and_tokens_a_search(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "validate", lambda *_: {"0": {"all": {"f1": 0.25}}})
-    config = make_config(tmp_path, learner={"steps": 2, "row_length": 16, "microbatch_rows": 8})
+    config = make_config(tmp_path, learner={"steps": 2, "pack_length": 16, "microbatch_rows": 8})
     config = replace(config, evaluate=replace(config.evaluate, every=2))
     run(config, tmp_path, Counting())
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -341,7 +341,7 @@ def test_overlong_prompts_are_refused_or_left_out(tmp_path, monkeypatch, capsys)
     short = {"max_prompt_length": 15}
     start(UserError, "data.train: the prompts of 1 of 13 questions .* has 47 tokens", rollout=short)
     room = {"max_prompt_length": 47, "max_length": 60}
-    start(rollout=room, learner={"row_length": 60}, evaluate={"every": 5})
+    start(rollout=room, learner={"pack_length": 60}, evaluate={"every": 5})
     assert "are left out" not in capsys.readouterr().err
     start(rollout=short, data={"overlong_prompts": "leave_out"}, evaluate={"every": 5})
     assert [len(questions) for questions in entered] == [13, 12] and odd not in entered[1]

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from calibadv_jax.config import Config, OptimizerConfig, counterpart, dump_config, known_keys, load_config
-from calibadv_jax.config.keys import PEER_PAGE, REMOVED, peer_keys
+from calibadv_jax.config.kept import newest_start
+from calibadv_jax.config.keys import PEER_PAGE, REMOVED, RENAMED, peer_keys
 from calibadv_jax.core.errors import UserError
 from scripts import document_config, document_peer_keys
 
@@ -171,6 +172,30 @@ def test_removed_key_with_its_fixed_value_is_dropped(write):
     assert {key.name for key in peer_keys()} >= REMOVED.keys()
 
 
+def test_renamed_key_is_read_from_a_run_and_named_in_a_users_file(write, tmp_path):
+    old = "{learner: {row_length: 32768, optimizer: {warmup_steps: 7}}, guards: {patience: 5}}"
+    with pytest.raises(
+        UserError, match=r"unknown key 'learner.row_length'; did you mean 'learner.pack_length'"
+    ):
+        load_config(write(old))
+    kept = tmp_path / "run" / "configs"
+    kept.mkdir(parents=True)
+    (kept / "0.yaml").write_text(old + "\n")
+    (kept / "0.json").write_text("{}")
+    config = load_config(kept / "0.yaml")
+    assert config.learner.pack_length == 32768
+    assert config.learner.optimizer.warmup_updates == 7
+    assert config.guards.patience_steps == 5
+    start = newest_start(tmp_path / "run")
+    assert start is not None and start.config["learner"]["pack_length"] == 32768
+
+
+def test_every_renamed_key_has_a_hint():
+    hints = {key.name: key.keys for key in peer_keys()}
+    for old, new in RENAMED.items():
+        assert hints[old] == (new,) and new in known_keys()
+
+
 @pytest.mark.parametrize("script", [document_config, document_peer_keys], ids=lambda script: script.__name__)
 def test_generated_page_is_current(script):
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run: python -m {script.__name__}"
@@ -240,6 +265,6 @@ def test_replaced_values_are_checked_and_sections_frozen():
     with pytest.raises(ValueError, match="greater than 0"):
         dataclasses.replace(config.learner, steps=0)
     with pytest.raises(ValueError, match="raise the first or lower the second"):
-        dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_length=100))
+        dataclasses.replace(config, learner=dataclasses.replace(config.learner, pack_length=100))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.learner.steps = 3

@@ -19,7 +19,7 @@ from calibadv_jax.config import (
     parse_config,
 )
 from calibadv_jax.config.kept import add_start, newest_start, refuse_other_run, start_files
-from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.cli import ask
 from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.model import find_policy

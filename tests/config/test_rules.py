@@ -50,8 +50,8 @@ def critic(warmup, base):
 @pytest.mark.parametrize(
     ("message", "sections"),
     [
-        ("row_length is 99, .*max_length = 100", {"rollout": LIMITS, "learner": {"row_length": 99}}),
-        *((None, {"rollout": LIMITS, "learner": {"row_length": row}}) for row in (100, 101)),
+        ("pack_length is 99, .*max_length = 100", {"rollout": LIMITS, "learner": {"pack_length": 99}}),
+        *((None, {"rollout": LIMITS, "learner": {"pack_length": row}}) for row in (100, 101)),
         ("max_prompt_length is 100, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 100}}),
         (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
         ("urls is http://a, http://a: give each", {"sampler": {"urls": ["http://a", "http://a"]}}),
@@ -73,8 +73,8 @@ def test_bounds_between_keys(message, sections):
 )
 def test_rollback_keeps_a_checkpoint_before_bad_steps(every, keep, patience, needed):
     """Bad steps are saved too while the guard waits: they must not be all that is kept."""
-    checkpoint, guards = {"every": every, "keep": keep}, {"patience": patience, "action": "rollback"}
-    check(None, checkpoint=checkpoint, guards={"patience": patience})
+    checkpoint, guards = {"every": every, "keep": keep}, {"patience_steps": patience, "action": "rollback"}
+    check(None, checkpoint=checkpoint, guards={"patience_steps": patience})
     message = rf"action is rollback.* set checkpoint.keep={needed} or more" if needed else None
     check(message, checkpoint=checkpoint, guards=guards)
     check(None, checkpoint=checkpoint | {"keep": needed or keep}, guards=guards)
@@ -87,7 +87,7 @@ EXPECTED = {
         "data.eval", "data.eval_limit", "data.overlong_prompts", "policy.path", "policy.tokenizer",
         "policy.attention", "policy.attention_chunk", "policy.logprob_chunk", "policy.lora.init_from",
         "policy.lora.snapshots", "policy.remat", "rollout.max_concurrency", "rollout.max_failed_share",
-        "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.row_length",
+        "rollout.time_limit", "sampler", "retriever", "learner.microbatch_rows", "learner.pack_length",
         "learner.row_widths", "learner.share_prefixes", "learner.optimizer.offload",
         "critic.optimizer.offload", "sft", "checkpoint", "evaluate", "guards", "export", "log",
         "advantage.probes", "reward.judge.url", "reward.judge.timeout", "reward.judge.patience",
@@ -106,7 +106,7 @@ EXPECTED = {
     Mark.NO_ANSWER: (
         "rollout.questions_per_step", "rollout.group_size", "rollout.temperature",
         "rollout.max_concurrency", "rollout.max_failed_share", "rollout.time_limit",
-        "rollout.max_staleness", "rollout.replace_tied", "retriever.url", "retriever.index",
+        "rollout.max_staleness", "rollout.dynamic_sampling", "retriever.url", "retriever.index",
         "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
         "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
         "reward.shuffle",

@@ -14,7 +14,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.config.shipped import headline, shipped_names
-from calibadv_jax.contrib.commands import configs, doctor
+from calibadv_jax.contrib.cli import configs, doctor
 from calibadv_jax.contrib.planning.memory import estimate_memory, peak_memory
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -128,7 +128,7 @@ FACTS = {
         ("loss", dict(clip_low=0.2, clip_high=0.2, kl_coef=0.0, entropy_coef=0.0)),
         ("loss", dict(aggregation="token_mean")),
         ("learner", dict(minibatch_size=256, epochs=1, steps=205)),
-        ("learner.optimizer", dict(decay_updates=4100, lr=5e-7, schedule="cosine", warmup_steps=0)),
+        ("learner.optimizer", dict(decay_updates=4100, lr=5e-7, schedule="cosine", warmup_updates=0)),
         ("learner.optimizer", dict(weight_decay=0.01, beta1=0.9, beta2=0.999, max_grad_norm=1.0)),
     ],
     "search_r1": [  # scripts/nq_hotpotqa/v0.2/train_grpo.sh at a14dc3a
@@ -146,7 +146,7 @@ FACTS = {
         ("advantage", dict(name="grpo")),
         ("loss", dict(kl_coef=0.001, entropy_coef=0.0)),
         ("rollout", dict(group_size=4, max_searches=1, max_length=7096, top_p=1.0)),
-        ("learner", dict(minibatch_size=1024, row_length=11008)),
+        ("learner", dict(minibatch_size=1024, pack_length=11008)),
         ("learner.optimizer", dict(lr=1e-6, schedule="constant", weight_decay=0.01, eps=1e-5)),
         ("evaluate", dict(every=25)),
         ("data", dict(overlong_prompts="leave_out")),
@@ -164,7 +164,7 @@ def test_settings_of_the_projects(name):
         assert {key: getattr(settings, key) for key in values} == values
     if not name.startswith("paper"):
         updates = -(-512 * config.rollout.group_size // config.learner.minibatch_size) * config.learner.steps
-        assert config.learner.optimizer.warmup_steps == int(0.285 * updates)
+        assert config.learner.optimizer.warmup_updates == int(0.285 * updates)
 
 
 @pytest.mark.parametrize(

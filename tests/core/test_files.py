@@ -12,10 +12,10 @@ import pytest
 
 from calibadv_jax.core.errors import ENVIRONMENT_STATUS, UserError, exit_status
 from calibadv_jax.core.files import (
+    atomic_folder,
+    atomic_write,
     content_hash,
     read_json,
-    replacing,
-    replacing_folder,
     write_json,
     write_text,
 )
@@ -23,7 +23,7 @@ from calibadv_jax.core.files import (
 PACKAGE = Path(__file__).resolve().parents[2] / "calibadv_jax"
 # Files of folders that appear as a whole, or that are written line by line; and the logs of child services.
 APPENDED = {
-    *("core/files.py", "contrib/commands/prepare_data.py", "contrib/worlds/world.py"),
+    *("core/files.py", "contrib/cli/prepare_data.py", "contrib/worlds/world.py"),
     *("services/object_store.py", "snapshots/huggingface.py", "snapshots/peft.py"),
     "evaluation/records.py",
 }
@@ -42,7 +42,7 @@ def test_text_and_json_replace_the_file(tmp_path):
 def test_folder_replaces_the_older_one(tmp_path):
     path = tmp_path / "deep" / "a"
     for name in ("first", "second"):
-        with replacing_folder(path) as partial:
+        with atomic_folder(path) as partial:
             (partial / name).mkdir()
             (partial / name / "b").touch()
         assert [entry.relative_to(path.parent).as_posix() for entry in path.parent.rglob("*")] == [
@@ -59,11 +59,11 @@ def of_killed_process(path, end, is_namesake=False):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-@pytest.mark.parametrize("write", [replacing, replacing_folder])
+@pytest.mark.parametrize("write", [atomic_write, atomic_folder])
 @pytest.mark.parametrize("is_namesake", [False, True])
 def test_failed_write_leaves_the_older_alone(tmp_path, is_namesake, write, error):
     def content(place):
-        return place / "b" if write is replacing_folder else place
+        return place / "b" if write is atomic_folder else place
 
     path = tmp_path / "a"
     leftover = content(of_killed_process(path, ".partial", is_namesake))
@@ -82,7 +82,7 @@ def test_two_writers_of_a_file_do_not_mix(tmp_path):
     path = tmp_path / "a"
     of_killed_process(path, ".partial").touch()
     other = "from pathlib import Path; from calibadv_jax.core.files import write_text;"
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("first")
         code = f"{other} write_text(Path({str(path)!r}), 'second')"
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -111,7 +111,7 @@ def test_data_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     for owner, name, kind in ((os, "fsync", "data"), (os, "replace", "name"), (Path, "rename", "name")):
         note(owner, name, kind)
     write_text(tmp_path / "a", "text")
-    with replacing_folder(tmp_path / "b") as partial:
+    with atomic_folder(tmp_path / "b") as partial:
         (partial / "c").touch()
     assert done == ["data", "name"] * 2
 
@@ -125,7 +125,7 @@ def test_kill_during_the_exchange_loses_nothing(tmp_path, is_exchanged):
         (folder / name).touch()
     if is_exchanged:
         partial.rename(tmp_path / "a")
-    with pytest.raises(RuntimeError, match="no room"), replacing_folder(tmp_path / "a"):
+    with pytest.raises(RuntimeError, match="no room"), atomic_folder(tmp_path / "a"):
         raise RuntimeError("no room")
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "new" if is_exchanged else "old"]
 
@@ -154,7 +154,7 @@ def test_damaged_json_is_refused_with_way_out(tmp_path, text):
         read_json(path, "make it again")
 
 
-@pytest.mark.parametrize("write", [replacing, replacing_folder])
+@pytest.mark.parametrize("write", [atomic_write, atomic_folder])
 def test_full_disk_names_the_file_and_other_errors_stay(tmp_path, write):
     path = tmp_path / "a.json"
     words = 'RESOURCE_EXHAUSTED: Failed writing "/x/d/1": No space left on device [os_error_code=28]'

@@ -13,7 +13,7 @@ from tiny_policy import SHAPE
 from calibadv_jax.commands import sft
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.config import LogConfig, SftConfig, SftPhase
-from calibadv_jax.contrib.commands.doctor import weight_lines
+from calibadv_jax.contrib.cli.doctor import weight_lines
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core import hub as hub_client
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
@@ -88,7 +88,7 @@ def test_cold_start_keeps_its_commit(hub, tmp_path, policy_folder):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
     config = configured(tmp_path)
     places = {"demonstrations": str(tmp_path / "chats.jsonl"), "output": str(tmp_path / "run/sft")}
-    cold = SftConfig("owner/policy", phases=[SftPhase(1)], rows=8, row_length=256, **places)
+    cold = SftConfig("owner/policy", phases=[SftPhase(1)], rows=8, pack_length=256, **places)
     sft.run(replace(config, sft=cold, log=LogConfig(backends=[], progress=False)))
     assert (tmp_path / "run/sft/model.safetensors").is_file()
     hub.add("owner/policy", policy_folder, **{"README.md": b"new"})

@@ -16,7 +16,7 @@ from small_run import SMALL
 
 from calibadv_jax import cli
 from calibadv_jax.core import stopping
-from calibadv_jax.core.stopping import Stop, unwaited
+from calibadv_jax.core.stopping import Stop, await_in_daemon_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,9 +101,9 @@ def test_unwaited_work_returns_value_or_error():
 
     variable = contextvars.ContextVar("variable")
     variable.set("of the caller")
-    assert asyncio.run(unwaited(divide, 6, by=3)) == 2
+    assert asyncio.run(await_in_daemon_thread(divide, 6, by=3)) == 2
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(unwaited(divide, 6, by=0))
+        asyncio.run(await_in_daemon_thread(divide, 6, by=0))
 
 
 def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
@@ -112,13 +112,13 @@ def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
     monkeypatch.setattr(stopping.os, "_exit", lambda status: left.append(status))
 
     async def abandoned():
-        task = asyncio.create_task(unwaited(go_on.wait))
+        task = asyncio.create_task(await_in_daemon_thread(go_on.wait))
         await asyncio.sleep(0)
         task.cancel()
 
     asyncio.run(abandoned())
-    stopping.leave(143)
-    stopping.leave("error: gone")
+    stopping.exit_process(143)
+    stopping.exit_process("error: gone")
     assert left == [143, 1] and capsys.readouterr().err == "error: gone\n"
     go_on.set()
     monkeypatch.setattr(stopping, "GRACE", 60.0)

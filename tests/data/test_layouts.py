@@ -16,7 +16,7 @@ from rows_rig import write_rows
 
 from calibadv_jax import cli
 from calibadv_jax.config import ColumnsConfig, load_config
-from calibadv_jax.contrib.commands import prepare_data
+from calibadv_jax.contrib.cli import prepare_data
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data import files

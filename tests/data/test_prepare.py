@@ -6,7 +6,7 @@ import pytest
 from rows_rig import write_rows
 
 from calibadv_jax import cli
-from calibadv_jax.contrib.commands.prepare_data import EXAMPLES, Filters, prepare, question_key
+from calibadv_jax.contrib.cli.prepare_data import EXAMPLES, Filters, prepare, question_key
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands import quickstart
+from calibadv_jax.contrib.cli import quickstart
 from calibadv_jax.core.errors import INPUT_STATUS
 
 pytest.importorskip("faiss")
@@ -31,7 +31,7 @@ TINY = [
     *("world.eval_questions=6", "policy.init.hidden_size=32", "policy.init.intermediate_size=32"),
     *("policy.init.num_hidden_layers=1", "policy.init.head_dim=16", "rollout.questions_per_step=4"),
     *("rollout.group_size=4", "rollout.max_turn_length=8", "rollout.max_length=64", "sampler.slots=16"),
-    *("sampler.decode_chunk=8", "learner.row_length=64", "learner.microbatch_rows=8", "learner.steps=2"),
+    *("sampler.decode_chunk=8", "learner.pack_length=64", "learner.microbatch_rows=8", "learner.steps=2"),
     *("sft.rows=8", "sft.phases=[{steps: 2, kind: lookups}]", "evaluate.resamples=100", "log.backends=[]"),
     "advantage.probes=[current,initial]",
 ]

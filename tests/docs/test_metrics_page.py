@@ -77,9 +77,9 @@ def training(tmp_path_factory):
     limits = {"max_prompt_length": 12, "max_length": 16, "max_failed_share": 0.5}
     config = make_config(
         folder,
-        learner={"steps": 1, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8},
+        learner={"steps": 1, "minibatch_size": 4, "pack_length": 16, "microbatch_rows": 8},
         loss={"kl_coef": 0.1, "importance_high": 8.0},
-        rollout={"questions_per_step": 2, "group_size": 3, "replace_tied": 1} | limits,
+        rollout={"questions_per_step": 2, "group_size": 3, "dynamic_sampling": 1} | limits,
         prompt={"template": "{question}"},
         evaluate={"every": 1, "temperatures": [1.0]},
         data={"train": str(folder / "train.jsonl"), "eval": str(folder / "train.jsonl"), "rest_above": 0.9},

@@ -11,8 +11,8 @@ from plan_rig import planned
 
 from calibadv_jax import cli
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands import prepare_data
-from calibadv_jax.contrib.commands.plan import make_plan, memory_verdict
+from calibadv_jax.contrib.cli import prepare_data
+from calibadv_jax.contrib.cli.plan import make_plan, memory_verdict
 from calibadv_jax.contrib.planning.hardware import FRACTION, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.policy.architecture import architecture_from_hf

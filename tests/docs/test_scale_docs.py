@@ -14,7 +14,7 @@ from benchmarks.compiled.ahead_of_time import expected_bytes, parse
 from benchmarks.compiled.scale_table import POINTS, TABLED
 from benchmarks.compiled.scale_table import row as table_row
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands import plan
+from calibadv_jax.contrib.cli import plan
 from calibadv_jax.contrib.planning.compiled import compiled_figures
 from calibadv_jax.contrib.planning.hardware import FRACTION
 from calibadv_jax.contrib.planning.memory import (

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
-from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.rollout_store.writer import RolloutWriter
 from experiments import language
 
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

@@ -8,7 +8,7 @@ import pytest
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.record.writer import RolloutWriter
+from calibadv_jax.rollout_store.writer import RolloutWriter
 from experiments import second_search, second_search_runs
 from experiments.arms import SHORT, parse_name
 from experiments.second_search import ARMS, World, credit_of, draw_group, push

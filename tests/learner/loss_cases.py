@@ -28,7 +28,7 @@ def sample(new, old, advantages, mask, sampler=None):
     return made, after(new)
 
 
-def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW, loss=None):
+def packed(cases, config, rng=None, on_policy=False, order=None, pack_length=ROW, loss=None):
     """Loss, gradient [T] of each case as they came, and metrics, of cases from `sample`.
 
     `loss` replaces that of the config.
@@ -40,10 +40,10 @@ def packed(cases, config, rng=None, on_policy=False, order=None, row_length=ROW,
     policy_loss = policy_gradient(config, on_policy)
     factors = None if loss else policy_loss.factors(samples, weights, new, rng)
     loss = loss or policy_loss
-    rows = Rows(samples, [RowShape(row_length, ROWS)], weights)
+    rows = Rows(samples, [RowShape(pack_length, ROWS)], weights)
     (laid,) = rows.batches(factors)
     (batch,) = microbatches(laid, ROWS)
-    columns = np.zeros((ROWS, row_length), np.float32)
+    columns = np.zeros((ROWS, pack_length), np.float32)
     for placement, values in zip(rows.plan.placements, new, strict=True):
         columns[placement.row, placement.start : placement.start + placement.length - 1] = values[1:]
 

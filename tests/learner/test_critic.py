@@ -75,13 +75,13 @@ def test_critic_learns_returns(adapters):
     """Values stand before the token that they are of, and training brings them to the returns."""
     policy, mesh = tiny(CONFIG, adapters), single_device()
     critic, params = critic_of(policy), init_params(policy, mesh, 0)
-    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, row_length=16))
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, pack_length=16))
     state = learner.init(critic_params(critic, params, mesh))
     if adapters:  # are trained with the head; the base is the policy's own
         assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
         expected = {*flatten(policy.abstract_trained), "value_head.kernel"}
         assert set(flatten(critic.abstract_trained)) == set(flatten(state["params"])) == expected
-    config = LearnerConfig(row_length=16, microbatch_rows=4, row_widths=1)
+    config = LearnerConfig(pack_length=16, microbatch_rows=4, row_widths=1)
     samples = [critic_sample(seed, score) for seed, score in enumerate((1.0, 0.0, 0.5))]
     rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
     for _ in range(30):

@@ -12,7 +12,7 @@ from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 from calibadv_jax.snapshots.peft import load_adapters, save_adapters
@@ -100,7 +100,7 @@ def trained(request, tmp_path_factory):
 
     def params(mesh):
         base = load_params(folder / "base", policy, mesh)
-        return joined(base, load_adapters(folder / "adapter", policy, mesh))
+        return merge_params(base, load_adapters(folder / "adapter", policy, mesh))
 
     one_device = single_device()
     tokens = samples()[1].tokens

@@ -68,12 +68,12 @@ def adamw(gradients, rates, beta1, beta2, weight_decay, max_grad_norm, eps):
     return params
 
 
-@pytest.mark.parametrize(("warmup_steps", "rates"), [(0, [0.1] * 3), (2, [0, 0.05, 0.1])])
-def test_adamw_clips_decays_matrices_and_keeps_its_moments(warmup_steps, rates):
+@pytest.mark.parametrize(("warmup_updates", "rates"), [(0, [0.1] * 3), (2, [0, 0.05, 0.1])])
+def test_adamw_clips_decays_matrices_and_keeps_its_moments(warmup_updates, rates):
     gradients = [tree(1, 100.0), tree(2, 0.01), tree(3, 1.0)]  # far above, below and near the norm
     keys = {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.05, "max_grad_norm": 2.0, "eps": 0.1}
     expected = adamw(gradients, rates, **keys)
-    for actual, target in zip(after(gradients, warmup_steps=warmup_steps, **keys), expected, strict=True):
+    for actual, target in zip(after(gradients, warmup_updates=warmup_updates, **keys), expected, strict=True):
         np.testing.assert_allclose(actual, target, atol=1e-5)
 
 
@@ -116,11 +116,11 @@ def test_muon_moves_other_parameters_by_adams_rate():
         np.testing.assert_allclose(damped[index], BEFORE[index], atol=1e-4)
     for adam_lr in (0.0, 0.02):  # muon's own rate, and another one
         keys = {"name": "muon", "adam_lr": adam_lr, "weight_decay": 0.0}
-        start = after([tree(1)], warmup_steps=2, **keys)
+        start = after([tree(1)], warmup_updates=2, **keys)
         jax.tree.map(np.testing.assert_array_equal, start, BEFORE)
         # The first update leaves the same moments, at whatever rate.
         once, twice = after([tree(1)], **keys), after([tree(1), tree(2)], **keys)
-        warmed = after([tree(1), tree(2)], warmup_steps=2, **keys)
+        warmed = after([tree(1), tree(2)], warmup_updates=2, **keys)
         for actual, old, one_step, both in zip(warmed, BEFORE, once, twice, strict=True):
             np.testing.assert_allclose(actual - old, (both - one_step) / 2, atol=1e-5)
             assert np.abs(actual - old).max() > 1e-3
@@ -139,8 +139,8 @@ def test_schedules_peak_and_end_with_the_run(schedule, expected):
         rate = make_schedule(OptimizerConfig(lr=2.0, schedule=schedule, **keys), total)
         return [float(rate(count)) for count in counts]
 
-    assert rates((0, 2, 4, 6, 8, 12), 12, warmup_steps=4) == pytest.approx(expected, abs=1e-6)
-    shorter = rates((0, 2, 4, 6), 6, warmup_steps=4, decay_updates=12)  # the run ends on the way
+    assert rates((0, 2, 4, 6, 8, 12), 12, warmup_updates=4) == pytest.approx(expected, abs=1e-6)
+    shorter = rates((0, 2, 4, 6), 6, warmup_updates=4, decay_updates=12)  # the run ends on the way
     assert shorter == pytest.approx(expected[:4], abs=1e-6)
     assert rates((0, 2, 4, 8), 8) == pytest.approx(expected[2:], abs=1e-6)
 

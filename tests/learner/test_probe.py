@@ -65,20 +65,20 @@ def golden_logprobs(group, policy):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("row_length", "openings", "opened", "shares"),
+    ("pack_length", "openings", "opened", "shares"),
     [
         (128, {}, ("", ""), False),
         (40, {"opening": "<think>"}, ("<think>", "<think>"), False),
         (128, {"first_opening": "<think>\n"}, ("<think>", ""), True),
     ],
 )
-def test_probe_equals_separate_forward_passes(learner, policies, row_length, openings, opened, shares):
+def test_probe_equals_separate_forward_passes(learner, policies, pack_length, openings, opened, shares):
     """Rows that hold several prefixes, rows that are too short for the longest ones, and shared prefixes.
 
     What the prompt opened, in the first and in later turns, is not repeated.
     """
     groups = [make_group(0, **openings), make_group(1, golden=("Cy",), searches=(1,), **openings)]
-    config = LearnerConfig(row_length=row_length, row_widths=2, share_prefixes=shares)
+    config = LearnerConfig(pack_length=pack_length, row_widths=2, share_prefixes=shares)
     probed, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
     first, later = (BEGINNING.removeprefix(tag) for tag in opened)
     for policy, params in policies.items():
@@ -109,7 +109,7 @@ def test_long_golden_answer_is_cut(learner, policies):
             return [] if "mute" in text else super().encode(text, add_special_tokens)
 
     group, params = make_group(0, ("mute", "x" * 200), (0,)), policies["a"]
-    config = LearnerConfig(row_length=80)
+    config = LearnerConfig(pack_length=80)
     (probed,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf())
     count = PROBE_TOKENS - len(BEGINNING)
     expected = alone(learner, params, group.trajectories[0].prompt_ids, " " + "x" * (count - 1))
@@ -120,22 +120,22 @@ def test_long_golden_answer_is_cut(learner, policies):
 
 
 def test_probe_of_step_without_samples(learner, policies):
-    group, config = make_group(0, searches=(0,)), LearnerConfig(row_length=80)
+    group, config = make_group(0, searches=(0,)), LearnerConfig(pack_length=80)
     group.trajectories[0].turns = []
     (probed,), metrics = with_golden_logprobs(learner, policies, [group], config, Letters())
     assert probed.trajectories[0].turns == [] and metrics == {"advantage/golden/tokens": 0}
 
 
-@pytest.mark.parametrize(("row_length", "used"), [(128, 128), (47, 47), (46, 46 + PROBE_TOKENS)])
-def test_rows_grow_where_probes_do_not_fit(monkeypatch, row_length, used):
+@pytest.mark.parametrize(("pack_length", "used"), [(128, 128), (47, 47), (46, 46 + PROBE_TOKENS)])
+def test_rows_grow_where_probes_do_not_fit(monkeypatch, pack_length, used):
     """The longest probe has 47 tokens: 19 before the last turn, 24 of the beginning, and " Ann"."""
     calls = []
 
     def noted(learner, params, samples, config):
-        calls.append((max(len(sample.tokens) for sample in samples), config.row_length))
+        calls.append((max(len(sample.tokens) for sample in samples), config.pack_length))
         return [np.zeros(len(sample.tokens), np.float32) for sample in samples]
 
     monkeypatch.setattr(probe, "sample_logprobs", noted)
-    config = LearnerConfig(row_length=row_length)
+    config = LearnerConfig(pack_length=pack_length)
     probe.with_golden_logprobs(None, {"a": {}}, [make_group(0)], config, Letters())
     assert calls == [(47, used)]

@@ -13,14 +13,14 @@ from tiny_policy import GROUPED, mesh_of, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import Rows, RowShape, Sample, SharedRows, token_weights
+from calibadv_jax.learner.batching import PrefixSharedRows, Rows, RowShape, Sample, token_weights
 from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.losses import policy_gradient
 from calibadv_jax.learner.step import learn
 
 VOCAB, ROW = 40, 48
-CONFIG = LearnerConfig(row_length=ROW, row_widths=1, microbatch_rows=1)
+CONFIG = LearnerConfig(pack_length=ROW, row_widths=1, microbatch_rows=1)
 SHARED = dataclasses.replace(CONFIG, share_prefixes=True)
 
 
@@ -107,12 +107,12 @@ def test_critic_learns_the_same_from_shared_rows():
 
 
 def test_no_sample_and_a_too_long_sample():
-    rows = SharedRows([], [RowShape(ROW, 1)])
+    rows = PrefixSharedRows([], [RowShape(ROW, 1)])
     assert rows.computed == rows.tokens == rows.positions == 0
     assert [batch.sources.shape for batch in rows.batches()] == [(0, ROW)]
     samples = [sample(np.random.default_rng(0), list(range(length)), 2) for length in (9, ROW + 1)]
     with pytest.raises(ValueError, match=f"sample 1 has {ROW + 1} tokens, but a row holds {ROW}"):
-        SharedRows(samples, [RowShape(ROW, 1)])
+        PrefixSharedRows(samples, [RowShape(ROW, 1)])
 
 
 def test_row_filled_by_the_common_prefix():
@@ -130,7 +130,7 @@ def test_kernel_without_sharing_is_refused():
 def assert_each_sees_its_beginning(samples, *widths):
     weights = token_weights(samples, "sequence_mean")
     shapes = [RowShape(width, 1, cost=width) for width in widths]
-    rows, plain = SharedRows(samples, shapes, weights), Rows(samples, shapes)
+    rows, plain = PrefixSharedRows(samples, shapes, weights), Rows(samples, shapes)
     batches = rows.batches()
     held = sum(int(np.count_nonzero(batch.tokens)) for batch in batches)  # no token of the samples is 0
     assert rows.computed == held <= rows.tokens == plain.tokens == plain.computed

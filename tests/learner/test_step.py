@@ -22,8 +22,8 @@ from calibadv_jax.learner.step import learn, make_sample, mini_batches
 QUESTION = Question("q", "?", ("x",), "test")
 VOCAB = 40
 ROW = 8
-CONFIG = LearnerConfig(row_length=ROW, row_widths=1)
-LONG, PLAIN = dataclasses.replace(CONFIG, row_length=32), LossConfig()
+CONFIG = LearnerConfig(pack_length=ROW, row_widths=1)
+LONG, PLAIN = dataclasses.replace(CONFIG, pack_length=32), LossConfig()
 
 
 class Notebook:
@@ -226,7 +226,7 @@ def test_factor_without_logprobs_needs_no_pass():
 
 @pytest.fixture(scope="module")
 def learner():
-    policy, options = tiny(GROUPED | {"vocab_size": VOCAB}), LearnerOptions(2, row_length=32)
+    policy, options = tiny(GROUPED | {"vocab_size": VOCAB}), LearnerOptions(2, pack_length=32)
     return Learner(policy, optax.sgd(0.1, momentum=0.5), single_device(), options)
 
 

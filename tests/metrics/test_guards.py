@@ -39,7 +39,7 @@ def restarted(watch):
 
 @pytest.mark.parametrize("name", METRICS)
 def test_guard_trips_once_after_its_patience(name):
-    verdicts = feed(guards(action="stop", patience=2), {}, BAD[name], BAD[name], BAD[name])
+    verdicts = feed(guards(action="stop", patience_steps=2), {}, BAD[name], BAD[name], BAD[name])
     assert [verdict.action for verdict in verdicts] == ["go_on", "go_on", "stop", "go_on"]
     assert [verdict.metrics[f"guard/{name}"] for verdict in verdicts] == [0, 1, 1, 1]
     healthy = {f"guard/{other}": 0 for other in METRICS if other != name}
@@ -52,11 +52,11 @@ def test_guard_trips_once_after_its_patience(name):
 @pytest.mark.parametrize("name", METRICS)
 def test_null_switches_guard_off_and_limit_is_good(name):
     limit = getattr(GuardsConfig(), THRESHOLDS[name])
-    at_the_limit = feed(guards(patience=1, action="stop"), {}, {METRICS[name]: limit})[-1]
+    at_the_limit = feed(guards(patience_steps=1, action="stop"), {}, {METRICS[name]: limit})[-1]
     assert (at_the_limit.action, at_the_limit.metrics[f"guard/{name}"]) == ("go_on", 0)
-    logged = feed(guards(patience=1), {}, COLLAPSED)[-1]  # by default it never stops
+    logged = feed(guards(patience_steps=1), {}, COLLAPSED)[-1]  # by default it never stops
     assert logged.action == "go_on" and len(logged.findings) == 5 and set(logged.metrics.values()) == {1.0}
-    off = feed(guards(patience=1, action="stop", **{THRESHOLDS[name]: None}), {}, BAD[name])[-1]
+    off = feed(guards(patience_steps=1, action="stop", **{THRESHOLDS[name]: None}), {}, BAD[name])[-1]
     assert off.action == "go_on" and f"guard/{name}" not in off.metrics and len(off.metrics) == 4
 
 
@@ -70,7 +70,7 @@ def test_null_switches_guard_off_and_limit_is_good(name):
     ],
 )
 def test_streak_of_armed_guard_stops(patience, steps, last):
-    *before, newest = feed(guards(action="stop", patience=patience), *steps)
+    *before, newest = feed(guards(action="stop", patience_steps=patience), *steps)
     assert not any(verdict.findings or verdict.action != "go_on" for verdict in before)
     assert newest.action == last and bool(newest.findings) == (last == "stop")
     flagged = [verdict.metrics.get("guard/format_valid") for verdict in before]
@@ -78,7 +78,7 @@ def test_streak_of_armed_guard_stops(patience, steps, last):
 
 
 def test_rollback_stops_at_its_limit():
-    watch = guards(action="rollback", patience=2, max_rollbacks=2)
+    watch = guards(action="rollback", patience_steps=2, max_rollbacks=2)
     feed(watch, {}, {}, {})
     for attempt, target in ((1, 3), (2, 2)):  # the second time to an older checkpoint: it is the last good
         verdicts = feed(watch, LOW, LOW, start=4)
@@ -93,7 +93,7 @@ def test_rollback_stops_at_its_limit():
 @pytest.mark.parametrize("cut", range(6))
 def test_resumed_guards_equal_uninterrupted_ones(cut):
     steps = [{}, LOW, LOW, {}, LOW, LOW, LOW]
-    whole, first = (guards(action="rollback", patience=3) for _ in range(2))
+    whole, first = (guards(action="rollback", patience_steps=3) for _ in range(2))
     expected = feed(whole, *steps)
     verdicts = feed(first, *steps[:cut])
     second = restarted(first)
@@ -107,7 +107,7 @@ def test_resumed_guards_equal_uninterrupted_ones(cut):
 )
 def test_due_rollback_survives_a_restart(action, before, expected):
     """A signal came in the step that tripped the guard, or there was no checkpoint to go back to."""
-    first = guards(action=action, patience=2)
+    first = guards(action=action, patience_steps=2)
     first.rollbacks = before
     feed(first, {}, LOW, LOW)
     second = restarted(first)
@@ -118,9 +118,9 @@ def test_due_rollback_survives_a_restart(action, before, expected):
 
 def test_switched_off_guard_is_dropped():
     """Its count would stand for ever, and a later rollback would find no checkpoint that is old enough."""
-    first = guards(action="stop", patience=2)
+    first = guards(action="stop", patience_steps=2)
     feed(first, {}, LOW, LOW)
-    first.config = GuardsConfig(action="rollback", patience=2, min_entropy=None)
+    first.config = GuardsConfig(action="rollback", patience_steps=2, min_entropy=None)
     second = restarted(first)
     feed(second, LOW, LOW, LOW, start=4)
     assert second.last_good_step == 6
@@ -161,7 +161,7 @@ def numbers(skipped, finite=1.0, part="actor"):
 
 @pytest.mark.parametrize("actor", [{}, numbers(0.0)])
 def test_diverging_critic_is_named_with_its_key(actor):
-    row, watch = numbers(1.0, part="critic") | actor, guards(patience=2)
+    row, watch = numbers(1.0, part="critic") | actor, guards(patience_steps=2)
     assert watch.check(1, row).action == "go_on" and watch.in_doubt
     verdict = watch.check(2, row)
     assert verdict.action == "stop" and watch.is_broken
@@ -170,7 +170,7 @@ def test_diverging_critic_is_named_with_its_key(actor):
 
 @pytest.mark.parametrize(("part", "name"), [("actor", ""), ("critic", " of the critic")])
 def test_lost_parameters_end_the_run_at_once(part, name):
-    watch = guards(patience=9)
+    watch = guards(patience_steps=9)
     verdict = watch.check(1, numbers(0.0) | numbers(0.0, finite=0.0, part=part))
     assert verdict.action == "stop" and watch.is_broken
     assert verdict.findings[0].startswith(f"step 1: the parameters{name} are not finite")
@@ -178,7 +178,7 @@ def test_lost_parameters_end_the_run_at_once(part, name):
 
 @pytest.mark.parametrize(("action", "expected"), [("log", "stop"), ("rollback", "rollback")])
 def test_steps_without_finite_updates_end_the_run(action, expected):
-    watch = guards(action=action, patience=2)
+    watch = guards(action=action, patience_steps=2)
     assert watch.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
     verdict = watch.check(2, numbers(1.0))
     assert (verdict.action, verdict.metrics, watch.in_doubt) == ("go_on", {"guard/numbers": 1}, True)
@@ -203,7 +203,7 @@ def test_steps_without_finite_updates_end_the_run(action, expected):
     ],
 )
 def test_checkpoint_before_bad_steps_stays(action, step, keep, expected):
-    watch = guards(action=action, patience=9)
+    watch = guards(action=action, patience_steps=9)
     watch.last_good_step = 4 if step == 4 else 3
     assert watch.may_save(step, [1, 3, 4][: step - 2], keep) == expected
     watch.is_broken = True

@@ -9,7 +9,7 @@ from benchmarks.generated_run import answer_turn, make_turn, search_turn, write_
 from calibadv_jax.config import Config, dump_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.schema import kept_steps
 
 pytestmark = pytest.mark.slow
 

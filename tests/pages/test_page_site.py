@@ -25,7 +25,7 @@ from calibadv_jax.contrib.pages.site import FLAGS, POLICY, Site, make_server
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.schema import kept_steps
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.cli import ask
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.model import find_policy
 
@@ -25,7 +25,7 @@ TINY = [
     *("world.eval_questions=6", "policy.path=", "policy.init.hidden_size=32"),
     *("policy.init.intermediate_size=32", "policy.init.num_hidden_layers=1", "policy.init.head_dim=16"),
     *("rollout.questions_per_step=4", "rollout.group_size=4", "rollout.max_turn_length=8"),
-    *("rollout.max_length=64", "sampler.slots=16", "sampler.decode_chunk=8", "learner.row_length=64"),
+    *("rollout.max_length=64", "sampler.slots=16", "sampler.decode_chunk=8", "learner.pack_length=64"),
     *("learner.microbatch_rows=8", "learner.steps=2", "mesh.data=1", "mesh.fsdp=8", "log.backends=[]"),
 ]
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 from plan_rig import SHAPE, small
 
-from calibadv_jax.contrib.commands.plan import changed, memory_of, remedy
+from calibadv_jax.contrib.cli.plan import changed, memory_of, remedy
 from calibadv_jax.contrib.planning.compiled import OF_CRITIC, TRAINED, lowered_program, programs_of
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
@@ -158,7 +158,7 @@ ROWS, OFFLOAD, SLOTS = "learner.microbatch_rows", "learner.optimizer.offload", "
     ("keys", "changes", "expected"),
     [  # of a run that may need what it needs with these changes
         ({"policy__remat": "none", "learner__microbatch_rows": 1}, {"policy.remat": "full"}, None),
-        ({"learner__row_length": 4096}, {"learner.row_length": 2048}, None),
+        ({"learner__row_length": 4096}, {"learner.pack_length": 2048}, None),
         ({}, {ROWS: 2}, None),
         ({}, {ROWS: 1, OFFLOAD: "host", SLOTS: 5}, {ROWS: 1, OFFLOAD: "host", SLOTS: 4}),
         ({}, {ROWS: 1, OFFLOAD: "host", "sampler.name": "vllm"}, None),

@@ -7,7 +7,7 @@ import pytest
 from tiny_policy import WIDER, row_logits, tiny
 
 from calibadv_jax.config import LoraConfig
-from calibadv_jax.policy.adapters import Adapters, joined, split
+from calibadv_jax.policy.adapters import Adapters, merge_params, split
 from calibadv_jax.policy.weights import flatten
 
 CONFIG = WIDER | {"vocab_size": 48}
@@ -49,7 +49,7 @@ def test_new_adapters_change_nothing(policy, drawn):
 def test_merged_weights_compute_what_adapters_do(policy, drawn):
     """As after some updates: no adapter is 0."""
     (base, adapters), rng = policy.split(drawn), np.random.default_rng(0)
-    params = joined(base, jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), adapters))
+    params = merge_params(base, jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), adapters))
     merged = policy.merged(params, jnp.float32)
     assert jax.tree.structure(merged) == jax.tree.structure(policy.abstract_base)
     actual, expected = logits(policy, merged), logits(policy, params)

@@ -100,7 +100,7 @@ def logprobs(policy, params, prompts):
     learner = Learner(policy, optax.sgd(1.0), single_device(), LearnerOptions(1, logprob_chunk=256))
     nothing = [np.zeros(len(ids), np.float32) for ids in prompts]
     samples = [Sample(ids, zeros == 0, zeros, zeros) for ids, zeros in zip(prompts, nothing, strict=True)]
-    config = LearnerConfig(row_length=WIDTH, row_widths=1)
+    config = LearnerConfig(pack_length=WIDTH, row_widths=1)
     return [values[1:] for values in sample_logprobs(learner, params, samples, config)]
 
 

@@ -9,7 +9,7 @@ from tiny_policy import GROUPED, WIDER, mesh_of, tiny
 
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.sharding import LocalCopy, cache_axes, local_sizes, make_mesh, param_shardings
 from calibadv_jax.policy.weights import flatten
 
@@ -59,7 +59,7 @@ def test_local_copy_gathers_the_base_once():
         params = jax.jit(policy.init, out_shardings=shardings)(jax.random.key(0))
         copy, (base, trained) = LocalCopy(mesh, jnp.float32, policy.split), policy.split(params)
         first = copy(params)
-        second = copy(joined(base, jax.tree.map(lambda leaf: leaf + 1, trained)))
+        second = copy(merge_params(base, jax.tree.map(lambda leaf: leaf + 1, trained)))
         (frozen, before), (again, after) = policy.split(first), policy.split(second)
         assert list(map(id, jax.tree.leaves(frozen))) == list(map(id, jax.tree.leaves(again)))
         assert bool(frozen) == (adapters is not None)

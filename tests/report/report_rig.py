@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from calibadv_jax.config import Config, dump_config, load_config
-from calibadv_jax.record.schema import SCHEMA
+from calibadv_jax.rollout_store.schema import SCHEMA
 
 ROOT = Path(__file__).resolve().parents[2]
 HASHES = {"data.content": "d", "policy.config": "p", "policy.vocabulary": "v"}

@@ -124,10 +124,10 @@ def test_more_configs_than_colours_are_refused(tmp_path):
 def test_comparison_has_every_key_of_each_series(tmp_path):
     runs = runs_of(tmp_path, ["advantage.name=grpo"], [], ["run.seed=3"])
     assert flatten({"a": {"b": 1, "c": {}}, "d": [{"e": 2}]}) == {"a.b": 1, "a.c": {}, "d": [{"e": 2}]}
-    del runs[1].config["guards"]["patience"], runs[2].config["guards"]["patience"]
+    del runs[1].config["guards"]["patience_steps"], runs[2].config["guards"]["patience_steps"]
     settings = compare(group_runs(runs))
     assert set(settings) == set(flatten(runs[0].config))
-    patience = settings.pop("guards.patience")
+    patience = settings.pop("guards.patience_steps")
     assert patience[0] != patience[1] == ["-"]
     different = {key: values for key, values in settings.items() if values[0] != values[1]}
     assert different == {"advantage.name": [["grpo"], ["calibadv"]], "run.seed": [["0"], ["0", "3"]]}

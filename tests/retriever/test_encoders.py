@@ -7,7 +7,7 @@ import pytest
 from retriever_rig import TOWNS, bm25_scores
 
 from retriever.corpus.passages import split_contents
-from retriever.encoders import HashedEncoder, words
+from retriever.encoders import HashedEncoder, tokenize
 from retriever.indexes.index import Index
 
 
@@ -70,4 +70,4 @@ def test_passages_beyond_the_noise_are_found():
     ],
 )
 def test_words_of_each_script(text, expected):
-    assert words(text) == expected
+    assert tokenize(text) == expected

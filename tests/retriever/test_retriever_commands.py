@@ -15,7 +15,7 @@ from retriever_rig import people_corpus, refuses
 from retriever import prepare_corpus
 from retriever.build_index import main
 from retriever.errors import RetrieverError, Unavailable, status_of
-from retriever.files import replacing, replacing_folder
+from retriever.files import atomic_folder, atomic_write
 from retriever.options import parse, read_token
 
 ROOT = Path(__file__).parents[2]
@@ -166,22 +166,22 @@ def test_failure_leaves_the_old_file_or_folder(tmp_path, monkeypatch):
     path = tmp_path / "a"
     for by_many in (False, True):
         path.write_text("old")
-        with pytest.raises(OSError, match="full"), replacing(path, by_many) as partial:
+        with pytest.raises(OSError, match="full"), atomic_write(path, by_many) as partial:
             partial.write_text("ne")
             raise OSError(errno.ENOSPC, "full")
         assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     path.unlink()
     path.mkdir()
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="broken"), replacing_folder(path):
+    with pytest.raises(OSError, match="broken"), atomic_folder(path):
         pass
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_two_processes_write_under_different_names(tmp_path, monkeypatch):
-    with replacing(tmp_path / "a", by_many=True) as first:
+    with atomic_write(tmp_path / "a", by_many=True) as first:
         monkeypatch.setattr("retriever.files.os.getpid", lambda: 1)
-        with replacing(tmp_path / "a", by_many=True) as second:
+        with atomic_write(tmp_path / "a", by_many=True) as second:
             second.write_text("second")
         first.write_text("first")
     assert (tmp_path / "a").read_text() == "first"

@@ -52,7 +52,7 @@ def stream(background, staleness=0, per_step=PER_STEP, state=None, tied=(), max_
     def are_tied(groups):
         return [number in tied for number in numbers(groups)]
 
-    limits = {"max_staleness": staleness, "max_failed_share": 0.25, "replace_tied": max_replaced}
+    limits = {"max_staleness": staleness, "max_failed_share": 0.25, "dynamic_sampling": max_replaced}
     config, questions = RolloutConfig(questions_per_step=per_step, **limits), map(question, count(drawn))
     rollouts = RolloutStream(background.begin, questions, config, are_tied, background.wait_for)
     if state is not None:

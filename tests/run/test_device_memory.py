@@ -31,7 +31,7 @@ ONE_FAST = [pytest.param(mesh, marks=() if mesh.tensor == 2 else pytest.mark.med
 
 
 SMALL = changed(
-    learner={"microbatch_rows": 8, "row_length": 128},
+    learner={"microbatch_rows": 8, "pack_length": 128},
     rollout={"max_length": 100, "max_prompt_length": 50},
     sampler={"slots": 6, "prefill_chunk": 16},
     policy={"param_dtype": "float32", "compute_dtype": "bfloat16", "logprob_chunk": 32},

@@ -223,7 +223,7 @@ def test_embedded_sampler_imports_no_torch(tmp_path):
     build_word_tokenizer().save_pretrained(tmp_path)
     program = f"""
 import sys
-from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.cli import ask
 from calibadv_jax.commands import evaluate, export, sft, train
 from calibadv_jax.run import model
 model.load_tokenizer({str(tmp_path)!r})

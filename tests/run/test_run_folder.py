@@ -259,7 +259,7 @@ WHENCE = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]
 def compared(folder, *keys, questions=QUESTIONS, hidden_size=4):
     """The values that a process compares with those of the others."""
     values, config = {}, load_config([], [f"run.dir={folder}/run", *keys])
-    hosts = SimpleNamespace(same=lambda name, value: values.update({name: value()}))
+    hosts = SimpleNamespace(assert_equal=lambda name, value: values.update({name: value()}))
     check_same(config, StandInModel(folder / "tokenizer", hidden_size=hidden_size), questions, hosts)
     return values
 

@@ -29,15 +29,15 @@ from trainer_rig import (
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands import train
-from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
+from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.distributed.exchange import Hosts
 from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.record.reader import find_step, read_metadata, read_step
-from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.reader import find_step, read_metadata, read_step
+from calibadv_jax.rollout_store.schema import kept_steps
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -68,7 +68,7 @@ def test_start_from_a_checkpoint_loads_no_weights(tmp_path):
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
     """Stopped while step 4 of 6 is drawn; without the checkpoint of the stop, as if it had been killed."""
-    learner = {"steps": 6} | rated(tmp_path, lr=0.01, warmup_steps=2)
+    learner = {"steps": 6} | rated(tmp_path, lr=0.01, warmup_updates=2)
     whole = make_config(tmp_path / "whole", learner=learner, checkpoint={"every": 0})
     expected = run(whole, ScriptedRollouts(), tmp_path / "whole")
     parts = make_config(tmp_path / "parts", learner=learner)
@@ -96,7 +96,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path):
 
 def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
     """In mini-batches, so that the learner's log-probabilities are computed apart and kept."""
-    learner = {"steps": 2, "minibatch_size": 4, "row_length": 16, "microbatch_rows": 8}
+    learner = {"steps": 2, "minibatch_size": 4, "pack_length": 16, "microbatch_rows": 8}
     for name, change in (("apart", learner), ("at once", learner | {"minibatch_size": 0})):
         folder = tmp_path / name
         run(make_config(folder, learner=change), ScriptedRollouts(), folder)
@@ -141,7 +141,7 @@ def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
     trainer = make_state(config, tmp_path).trainer
     options = trainer.learner.options
     assert (options.temperature, options.logprob_chunk, options.offload) == (used, 5, False)
-    assert (options.rows, options.row_length) == (config.learner.microbatch_rows, config.learner.row_length)
+    assert (options.rows, options.pack_length) == (config.learner.microbatch_rows, config.learner.pack_length)
     assert trainer.reference is None  # without a KL term nothing is kept for it
     assert [float(trainer.schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
@@ -284,7 +284,7 @@ def test_restart_after_rollback_keeps_the_new_seed(tmp_path):
 
 def test_signal_among_bad_steps_keeps_rollback_checkpoint(tmp_path):
     """Steps 4 to 6 are bad, and 4 is saved; a checkpoint of 5 would take the place of that of step 2."""
-    config = make_config(tmp_path, learner={"steps": 7}, guards=ROLLBACK | {"patience": 3})
+    config = make_config(tmp_path, learner={"steps": 7}, guards=ROLLBACK | {"patience_steps": 3})
     with pytest.raises(SystemExit):
         run(config, Ended(10), tmp_path)
     assert checkpoints(tmp_path) == [2, 4]
@@ -316,7 +316,7 @@ class Breaking(ScriptedRollouts):
 @pytest.mark.medium
 @pytest.mark.parametrize("action", ["log", "stop"])
 def test_diverged_parameters_end_the_run_unsaved(tmp_path, action):
-    rule = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_steps=1)
+    rule = replace(make_config(tmp_path).learner.optimizer, lr=1e38, warmup_updates=1)
     sections = {"learner": {"optimizer": rule}, "guards": {"action": action}, "checkpoint": {"every": 1}}
     rollouts = ScriptedRollouts()
     with pytest.raises(UserError, match="step 2 diverged .* not saved: .* step 1"):
@@ -326,7 +326,7 @@ def test_diverged_parameters_end_the_run_unsaved(tmp_path, action):
     assert [(row["actor/finite"], row["guard/numbers"]) for row in rows(tmp_path)] == [(1, 0), (0, 1)]
 
 
-BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "row_length": 16, "microbatch_rows": 8}}
+BREAKING = {"loss": {"importance_cap": 2.0}, "learner": {"steps": 7, "pack_length": 16, "microbatch_rows": 8}}
 
 
 def test_run_without_finite_updates_ends(tmp_path, capsys):
@@ -362,7 +362,7 @@ class Tying(ScriptedRollouts):
 
 @pytest.mark.medium
 def test_tied_steps_are_no_collapse(tmp_path):
-    config = make_config(tmp_path, guards={"action": "stop", "patience": 1})
+    config = make_config(tmp_path, guards={"action": "stop", "patience_steps": 1})
     run(config, Tying(), tmp_path, Console(stream=(stream := io.StringIO())))
     first, *tied = rows(tmp_path)
     assert first["actor/entropy"] > 1 and first["guard/entropy"] == 0

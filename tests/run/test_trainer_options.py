@@ -16,20 +16,20 @@ from trainer_rig import QUESTIONS, ScriptedRollouts, checkpoints, make_config, m
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig, RewardConfig
-from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, replay
+from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.hosts.exchange import Hosts
+from calibadv_jax.distributed.exchange import Hosts
 from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find
-from calibadv_jax.record.reader import find_step, read_step
+from calibadv_jax.rollout_store.reader import find_step, read_step
 from calibadv_jax.run import critic
 from calibadv_jax.snapshots.checkpoint import restore_params
 
 pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 
 RATE = OptimizerConfig(lr=0.05, schedule="constant")
-LEARNER = {"steps": 4, "row_length": 16, "microbatch_rows": 8, "row_widths": 1, "optimizer": RATE}
+LEARNER = {"steps": 4, "pack_length": 16, "microbatch_rows": 8, "row_widths": 1, "optimizer": RATE}
 CURRICULUM = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
 
 
@@ -51,12 +51,12 @@ def critic_config(folder, advantage=None, **keys):
 
 def probed_config(folder, advantage, shares=True):
     rule = replace(make_config(folder).learner.optimizer, lr=0.05)
-    learner = LEARNER | {"row_length": 64, "optimizer": rule, "share_prefixes": shares}
+    learner = LEARNER | {"pack_length": 64, "optimizer": rule, "share_prefixes": shares}
     return make_config(folder, learner=learner, advantage=advantage)
 
 
 def tied_config(folder, **data):
-    return make_config(folder, rollout={"replace_tied": 2}, data=data)
+    return make_config(folder, rollout={"dynamic_sampling": 2}, data=data)
 
 
 class SomeTied(ScriptedRollouts):
@@ -72,7 +72,7 @@ class SomeTied(ScriptedRollouts):
 
 
 CALIBRATED = {"name": "calibadv", "base": "gae", "target_ratio": 2.0}
-FALLING = OptimizerConfig(lr=0.05, schedule="cosine", warmup_steps=1)
+FALLING = OptimizerConfig(lr=0.05, schedule="cosine", warmup_updates=1)
 RUNS = {  # of four steps: config, rollouts, and the group at which a start of the run is killed
     "critic": (critic_config, ScriptedRollouts, 5),
     "calibrated": (partial(critic_config, advantage=CALIBRATED, optimizer=FALLING), ScriptedRollouts, 5),

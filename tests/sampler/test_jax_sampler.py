@@ -12,7 +12,7 @@ from sampler_rig import EOS, CharTokenizer, learner_logprobs, make_sampler
 from tiny_policy import NARROW, WIDER, tiny
 
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.transformer import Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.stopping import StopRule
@@ -259,7 +259,7 @@ def test_swap_leaves_nothing_of_old_weights(adapters):
     old, new = (jax.jit(policy.init)(jax.random.key(seed)) for seed in (0, 1))
     if adapters:
         base, trained = policy.split(old)
-        new = joined(base, jax.tree.map(lambda leaf: leaf + 0.3, trained))
+        new = merge_params(base, jax.tree.map(lambda leaf: leaf + 0.3, trained))
     old["embed"]["embedding"] = new["embed"]["embedding"] = old["embed"]["embedding"] * 20.0  # not uniform
     sampler = make_sampler(policy, old, max_length=32, slots=2)
     context = [0, 1, 2, 3, 4, 5]

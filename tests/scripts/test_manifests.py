@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from calibadv_jax.config import load_config
-from calibadv_jax.contrib.commands.plan import memory_of
+from calibadv_jax.contrib.cli.plan import memory_of
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on
 from calibadv_jax.contrib.planning.memory import peak_memory
 from calibadv_jax.core.errors import INPUT_STATUS

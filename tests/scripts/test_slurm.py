@@ -14,7 +14,7 @@ from small_run import SMALL
 
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.schema import kept_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/slurm/train.sbatch"

@@ -10,6 +10,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
+from calibadv_jax.core.stopping import DAEMON_THREAD
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore
@@ -46,8 +47,8 @@ def test_hanging_store_is_an_environment_failure(monkeypatch, capsys):
         with pytest.raises(EnvironmentFailure, match="has not answered for 2 s") as ended:
             store = open_store("s3://runs/a", Console())
             store.call("reading its marker", lambda: store.sizes("marker"))
-    for thread in [each for each in threading.enumerate() if each.name == "unwaited"]:
-        thread.join()  # `leave` would end the program of the tests for a later one
+    for thread in [each for each in threading.enumerate() if each.name == DAEMON_THREAD]:
+        thread.join()  # `exit_process` would end the program of the tests for a later one
     assert exit_status(ended.value) == 75
     assert "waiting for run.mirror=s3://runs/a (reading its marker)" in capsys.readouterr().err
 

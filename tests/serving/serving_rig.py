@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tiny_policy import Letters
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.contrib.commands.serve import bind
+from calibadv_jax.contrib.cli.serve import bind
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rollout.agent import RolloutContext

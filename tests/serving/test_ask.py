@@ -10,7 +10,7 @@ from tiny_policy import Letters
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, JudgeConfig, PromptConfig, RewardConfig, RolloutConfig
-from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.tags import QUERY_REFUSED
 from calibadv_jax.core.trajectory import Document

@@ -315,7 +315,7 @@ def test_rollback_spares_objects_of_an_upload(tmp_path, monkeypatch):
 
 
 def rollback_config(folder, store):
-    guards = GUARDED | {"action": "rollback", "patience": 2}
+    guards = GUARDED | {"action": "rollback", "patience_steps": 2}
     checkpoint = {"every": 1, "keep": 9, "asynchronous": False}
     return config_at(folder, store, learner={"steps": 6}, checkpoint=checkpoint, guards=guards)
 

@@ -14,7 +14,7 @@ from tiny_policy import row_logits, tiny
 from trainer_rig import HF_CONFIG
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.adapters import Adapters, joined
+from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.weights import flatten, hf_shapes
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 from calibadv_jax.snapshots.peft import adapters_hash, load_adapters, save_adapters
@@ -149,7 +149,7 @@ def policy_with(library, rank, alpha, base_dtype="float32"):
 
 
 def our_logits(library, policy, adapters):
-    params = joined(load_params(library.base, policy, None), adapters)
+    params = merge_params(load_params(library.base, policy, None), adapters)
     return np.asarray(row_logits(policy, params, TOKENS[None])[0])
 
 

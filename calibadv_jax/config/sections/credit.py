@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
-from calibadv_jax.core.own_function import is_address
+from calibadv_jax.core.user_functions import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
 JUDGE = "judge"

@@ -36,7 +36,7 @@ class DataConfig(Section):
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
     overlong_prompts: Annotated[Literal["refuse", "leave_out"], Mark.UNLEARNED] = "refuse"
-    """Prompts longer than rollout.max_prompt_length, and demonstrations longer than sft.row_length. refuse:
+    """Prompts longer than rollout.max_prompt_length, and demonstrations longer than sft.pack_length. refuse:
     the command ends at its start; leave_out (verl: filter_overlong_prompts): it goes on without them."""
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""

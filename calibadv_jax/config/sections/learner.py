@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
-from calibadv_jax.core.own_function import is_address
+from calibadv_jax.core.user_functions import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
@@ -164,7 +164,7 @@ class OptimizerConfig:
     """muon: peak learning rate of the parameters that are not layer matrices; 0: lr."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_updates: NonNegativeInt = 0
     """Optimizer updates in which the learning rate rises linearly to lr."""
     decay_updates: NonNegativeInt = 0
     """Optimizer updates over which cosine and linear fall to 0, warm-up included; 0: all of the run. With a
@@ -195,13 +195,13 @@ class LearnerConfig:
     has few questions, most of them whole; share_prefixes then computes far less."""
     epochs: PositiveInt = 1
     """Passes over the step's trajectories."""
-    row_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384
+    pack_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384
     """Tokens of a packed row; at least rollout.max_length."""
     row_widths: Annotated[int, Mark.UNLEARNED] = Field(default=3, ge=1, le=5)
-    """Widths of rows, each compiled when it is first used: row_length, then 1/2, 3/4, 1/4 and 3/8 of it.
-    Short trajectories in narrow rows cost less attention. 1: row_length only."""
+    """Widths of rows, each compiled when it is first used: pack_length, then 1/2, 3/4, 1/4 and 3/8 of it.
+    Short trajectories in narrow rows cost less attention. 1: pack_length only."""
     microbatch_rows: Annotated[PositiveInt, Mark.UNLEARNED] = 8
-    """Packed rows of row_length per forward/backward pass, or more narrower rows with as many tokens."""
+    """Packed rows of pack_length per forward/backward pass, or more narrower rows with as many tokens."""
     share_prefixes: Annotated[bool, Mark.UNLEARNED] = False
     """Compute the equal beginnings of a group's trajectories (the prompt, often a search with its documents)
     once, for the same loss. Only with policy.attention xla or cudnn."""
@@ -251,7 +251,7 @@ class SftConfig:
     """Updates between two measurements of sft/held_out_loss, which the last update always has."""
     phases: list[SftPhase] = Field(default_factory=list)
     """Phases of the cold start, in order."""
-    row_length: PositiveInt | None = None
+    pack_length: PositiveInt | None = None
     """Tokens of a packed row; null: rollout.max_length."""
     rows: PositiveInt = 16
     """Packed rows per update, which are computed together: fewer or shorter rows need less memory."""

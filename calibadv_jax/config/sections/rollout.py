@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
-from calibadv_jax.core.own_function import is_address
+from calibadv_jax.core.user_functions import is_address
 
 OF_RETRIEVER = ("search", "access")
 OWN_TOOL = "my_package.my_module:Tool"
@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     """Steps by which the policy that begins a trajectory may be older than the one that it trains; 0: wait
     for every rollout. Above 0 rollouts go on during updates (sampler.name=vllm), and the loss must correct
     for it: loss.importance_cap above 0, or loss.old_logprobs=sampler."""
-    replace_tied: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 0
+    dynamic_sampling: Annotated[NonNegativeInt, Mark.NO_ANSWER] = 0
     """Most further questions of a step in place of those whose trajectories all have the same score (dynamic
     sampling of DAPO); 0: none. After them tied groups fill the step."""
 

@@ -125,7 +125,7 @@ class GuardsConfig:
     action: Literal["log", "stop", "rollback"] = "log"
     """What happens when a guard trips. log: a warning, since the thresholds are rules of thumb; stop: the run
     saves and ends; rollback: it goes back to the last good checkpoint and on with other random draws."""
-    patience: PositiveInt = 3
+    patience_steps: PositiveInt = 3
     """Steps in a row beyond a threshold before its guard trips."""
     max_rollbacks: NonNegativeInt = 3
     """rollback: rollbacks after which the run stops."""

@@ -22,8 +22,8 @@ from calibadv_jax.config.kept import newest_start
 from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import NO_ACTIONS
-from calibadv_jax.record.reader import opening_and_actions, read_columns, read_metadata
-from calibadv_jax.record.schema import kept_steps, short_name
+from calibadv_jax.rollout_store.reader import opening_and_actions, read_columns, read_metadata
+from calibadv_jax.rollout_store.schema import kept_steps, short_name
 
 # Of a trajectory, bit by bit, as in static/records.js.
 FLAGS = ("failed", "formatInvalid", "invalid", "unfinished", "wrong", "goodSearch", "softened", "repeated")

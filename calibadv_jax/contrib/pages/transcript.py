@@ -15,16 +15,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from calibadv_jax.advantages.calibadv import variant_keys
-from calibadv_jax.advantages.credit import last_filled, two_sides
+from calibadv_jax.advantages.credit import last_filled, positive_negative_sums
 from calibadv_jax.advantages.estimators import ESTIMATORS, mean_and_std
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import CLOSE_INFORMATION
 from calibadv_jax.core.trajectory import NO_ACTIONS
-from calibadv_jax.record.reader import from_rows
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
+from calibadv_jax.rollout_store.reader import from_rows
 
-RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of record.schema
+RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of rollout_store.schema
 _REPLACEMENT = "\ufffd"  # written by a decoder for bytes that are no character (yet)
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
 # Columns that are shown as they are.
@@ -189,7 +189,9 @@ def _facts(group: Sequence[RecordRow], config: AdvantageConfig) -> dict[str, Any
     differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
     sampled = [[turn for turn in row["turns"] if turn["token_ids"]] for row in finished]
     answers = [turns[-1] for turns in sampled if turns]
-    positive, negative = two_sides([turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers])
+    positive, negative = positive_negative_sums(
+        [turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers]
+    )
     settings = asdict(config)
     return {
         "name": config.estimator,

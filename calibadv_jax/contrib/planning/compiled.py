@@ -89,7 +89,7 @@ def missing_compiler(target: Target) -> str:
 def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name: str) -> jax.stages.Lowered:
     """Return a program of a run `placed_on` the mesh's devices, ready to be compiled."""
     numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
-    policy, length = Policy(architecture, numerics, adapters), config.learner.row_length
+    policy, length = Policy(architecture, numerics, adapters), config.learner.pack_length
     if name in SAMPLED:
         return CacheEngine(policy, mesh, config.sampler, config.rollout.max_length).lower()[name]
     if name in OF_CRITIC:

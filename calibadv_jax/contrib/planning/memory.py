@@ -28,7 +28,7 @@ from calibadv_jax.sampler.prefixes import TileShape
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, 1
-REMEDY = "lower sampler.slots, rollout.max_length, learner.microbatch_rows, learner.row_length; add devices"
+REMEDY = "lower sampler.slots, rollout.max_length, learner.microbatch_rows, learner.pack_length; add devices"
 GIB = 1024**3
 GAPS = {"tpu": 1.6}  # largest ratio of a program's memory to that in use at once (benchmarks/scale.md)
 UPDATE = ("gradients", "activations", "workspace")  # live while gradients are computed only
@@ -202,9 +202,9 @@ def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int])
     """Return bytes that live between forward and backward pass, and the most that is computed at once."""
     a, policy, learner, computed = architecture, config.policy, config.learner, _computed_bytes(config)
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])
-    tokens = rows * learner.row_length
+    tokens = rows * learner.pack_length
     layers, head = _gathered(config, a, mesh)
-    logits = 3 * rows * min(policy.logprob_chunk, learner.row_length) * _share(a.vocab_size, mesh) * 4
+    logits = 3 * rows * min(policy.logprob_chunk, learner.pack_length) * _share(a.vocab_size, mesh) * 4
     kept = tokens * _kept_width(a, mesh, policy.remat)
     if policy.remat == "none":  # the weights too, in the precision that they are used in
         kept += _layer_parameters(a) / mesh["tensor"]

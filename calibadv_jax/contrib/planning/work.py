@@ -115,7 +115,7 @@ class Costs:
         """Return the positions that the learner computes, those of unfilled rows too."""
         learner = self.config.learner
         shapes = row_shapes(
-            learner.row_length, learner.microbatch_rows, learner.row_widths, self.forward_flops
+            learner.pack_length, learner.microbatch_rows, learner.row_widths, self.forward_flops
         )
         return sum(plan([self.tokens] * trajectories, shapes).positions)
 
@@ -141,15 +141,15 @@ class Costs:
 
     def forward(self, name: str, positions: float) -> Part:
         learner = self.config.learner
-        rounds, held = positions / (learner.microbatch_rows * learner.row_length), positions / self.shards
+        rounds, held = positions / (learner.microbatch_rows * learner.pack_length), positions / self.shards
         memory = rounds * self.weights + held * self.activations
         received = rounds * self.fetched * self.weights + held * self.reduced
-        return Part(name, positions * self.forward_flops(learner.row_length), memory, received, self.devices)
+        return Part(name, positions * self.forward_flops(learner.pack_length), memory, received, self.devices)
 
     def update(self, name: str, positions: float) -> Part:
         """Count the gradients of these positions, added up."""
         learner, mesh = self.config.learner, self.config.mesh
-        rounds, held = positions / (learner.microbatch_rows * learner.row_length), positions / self.shards
+        rounds, held = positions / (learner.microbatch_rows * learner.pack_length), positions / self.shards
         passes = 2 + (self.config.policy.remat == "full")
         gradients = 4 * self.trained  # bytes in float32, of one device
         memory = rounds * (passes * self.weights + 3 * gradients) + (1 + passes) * held * self.activations
@@ -158,7 +158,7 @@ class Costs:
         received = rounds * self.fetched * gathered
         received += rounds * 2 * (1 - 1 / mesh.data) * gradients
         received += held * passes * self.reduced
-        return Part(name, positions * self.update_flops(learner.row_length), memory, received, self.devices)
+        return Part(name, positions * self.update_flops(learner.pack_length), memory, received, self.devices)
 
     def apply(self, updates: int) -> Part:
         """Count the optimizer's steps: parameters and two moments read and written, the sum read twice."""

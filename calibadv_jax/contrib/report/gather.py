@@ -22,7 +22,7 @@ from calibadv_jax.contrib.report.runs import Run, Series
 from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.metrics import catalogue
 from calibadv_jax.metrics.summary import ALIASES
-from calibadv_jax.record.schema import SCHEMA
+from calibadv_jax.rollout_store.schema import SCHEMA
 
 Values = dict[str, dict[int, float | None]]  # metric -> step -> value
 # Points of a curve: ALL_POINTS / number of series, so that the page stays below 5 MB.

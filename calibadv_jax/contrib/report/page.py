@@ -16,7 +16,7 @@ from calibadv_jax.contrib.report.draw import draw, place, themed_svg
 from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered
 from calibadv_jax.contrib.report.runs import Run, compare
 from calibadv_jax.metrics.console import duration, number
-from calibadv_jax.record.schema import short_name
+from calibadv_jax.rollout_store.schema import short_name
 
 
 def render(gathered: Gathered, port: int) -> str:

@@ -18,7 +18,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.evaluation.report import COUNTS
 from calibadv_jax.metrics.writer import read_metrics
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.schema import kept_steps
 
 MAX_SERIES = 8  # curves of one chart that can be told apart
 IGNORED = marked(Mark.PER_RUN)  # keys that two runs of one experiment may have different

@@ -21,7 +21,7 @@ import numpy as np
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, WORDS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing_folder, write_jsonl
+from calibadv_jax.core.files import atomic_folder, write_jsonl
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
 
@@ -289,7 +289,7 @@ def write_world(config: WorldConfig) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
     world = generate_world(config)
-    with replacing_folder(folder) as partial:
+    with atomic_folder(folder) as partial:
         rows = ({"id": passage.id, "contents": _contents(passage)} for passage in world.passages)
         write_jsonl(partial / "corpus.jsonl", rows)
         write_questions(partial / "train.jsonl", world.train)

@@ -20,7 +20,7 @@ from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing, write_text
+from calibadv_jax.core.files import atomic_write, write_text
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.data.files import Sources, find_files
 from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
@@ -118,7 +118,7 @@ def prepare(sources: Sources, output: Path, filters: Filters = Filters()) -> Pre
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); choose another --output") from error
-    with replacing(output) as partial:
+    with atomic_write(output) as partial:
         if output.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(list(map(question_row, questions)), SCHEMA), partial)
         else:

@@ -70,7 +70,7 @@ class Hosts:
         """Return the values of all processes, which call this in one order; raises if another stops here."""
         return [value]
 
-    def first(self, name: str, work: Callable[[], T]) -> T:
+    def run_on_main_and_broadcast(self, name: str, work: Callable[[], T]) -> T:
         """Do `work` in process 0 alone, and return its result in all; raises its error, or as `exchange`."""
         return work()
 
@@ -96,7 +96,7 @@ class Hosts:
         """Wait for all processes at the end of the block. If it failed in one, it fails in all."""
         yield
 
-    def same(self, name: str, value: Callable[[], object]) -> None:
+    def assert_equal(self, name: str, value: Callable[[], object]) -> None:
         """Refuse (UserError) a value that is not the same in all processes; alone, it is not computed."""
 
     def share(self, key: str, folder: Path) -> None:
@@ -139,7 +139,7 @@ class Joined(Hosts):
                 parts = [row[: head.length].tobytes() for row, head in zip(rows, heads, strict=True)]
         return [from_bytes(part) for part in parts]
 
-    def first(self, name: str, work: Callable[[], T]) -> T:
+    def run_on_main_and_broadcast(self, name: str, work: Callable[[], T]) -> T:
         with self.local_work(name):
             value: Any = work() if self.is_first else None
         return self.exchange(name, value)[0]
@@ -172,7 +172,7 @@ class Joined(Hosts):
             raise
         self._meet(name)
 
-    def same(self, name: str, value: Callable[[], object]) -> None:
+    def assert_equal(self, name: str, value: Callable[[], object]) -> None:
         with self.barrier(name):
             local_value = value()
             for index, other_value in enumerate(self.exchange(name, local_value)):
@@ -181,9 +181,9 @@ class Joined(Hosts):
                     raise UserError(f"{fault}: start all processes with the same config and the same files")
 
     def share(self, key: str, folder: Path) -> None:
-        file = folder / self.first(key, lambda: f".seen_by_all_{secrets.token_hex(8)}")
+        file = folder / self.run_on_main_and_broadcast(key, lambda: f".seen_by_all_{secrets.token_hex(8)}")
         try:
-            self.first(key, file.touch)
+            self.run_on_main_and_broadcast(key, file.touch)
             with self.barrier(key):
                 until = time.monotonic() + self._timeout  # a network's file system may be slow
                 while not file.exists():

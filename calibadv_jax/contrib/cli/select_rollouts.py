@@ -18,8 +18,8 @@ from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_open_tag
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.record.reader import read_columns, read_metadata
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.reader import read_columns, read_metadata
+from calibadv_jax.rollout_store.schema import kept_steps
 
 RecordRow = dict[str, Any]  # of rollouts/step_N.parquet
 Candidate = tuple[tuple[float, ...], RecordRow]  # its rank, of which the smallest is the best

@@ -45,7 +45,9 @@ def load_optional(name: str) -> ModuleType:
 
 
 @functools.cache  # every step calls it
-def own_function(address: str, key: str, parameters: tuple[str, ...], expected: str) -> Callable[..., Any]:
+def import_user_function(
+    address: str, key: str, parameters: tuple[str, ...], expected: str
+) -> Callable[..., Any]:
     """Import a function of the user's own; `expected` is its signature, for messages.
 
     Raises UserError if the module cannot be imported, has no such function, or it does not take `parameters`,

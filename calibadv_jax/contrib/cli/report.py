@@ -7,13 +7,13 @@ import importlib.util
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.contrib.commands.inspect_run import PORT
+from calibadv_jax.contrib.cli.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
 from calibadv_jax.contrib.report.gather import SMOOTH, Gathered
 from calibadv_jax.contrib.report.page import render
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import replacing, write_text
+from calibadv_jax.core.files import atomic_write, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.metrics.console import Console
 
@@ -47,6 +47,6 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.png.mkdir(parents=True, exist_ok=True)
             for chart in gathered.charts:
                 figure = draw(chart, [each.name for each in gathered.series])
-                with replacing(arguments.png / f"{chart.figure.key}.png") as partial:
+                with atomic_write(arguments.png / f"{chart.figure.key}.png") as partial:
                     figure.savefig(partial, dpi=PNG_DPI, format="png")
             console.say(f"{arguments.png}: {len(gathered.charts)} figures")

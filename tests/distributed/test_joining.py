@@ -16,9 +16,16 @@ import pytest
 
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.hosts import joining
-from calibadv_jax.hosts.exchange import Hosts
-from calibadv_jax.hosts.joining import KEYS, _check, alone, describe_processes, joined, own_workers
+from calibadv_jax.distributed import joining
+from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.distributed.joining import (
+    KEYS,
+    _check,
+    alone,
+    describe_processes,
+    init_distributed,
+    own_workers,
+)
 
 ADDRESS = {"coordinator_address": "a:1"}
 PAIR = ADDRESS | {"num_processes": 2, "process_id": 1}
@@ -48,7 +55,7 @@ def test_keys_and_environment_number_the_process(monkeypatch, keys, variables, w
         monkeypatch.setenv(variable, value)
     config = Config(distributed=DistributedConfig(**keys))
     if words and not words.startswith("several"):
-        with pytest.raises(UserError) as refused, joined(config):
+        with pytest.raises(UserError) as refused, init_distributed(config):
             pass
         assert words in str(refused.value)
         return
@@ -56,7 +63,7 @@ def test_keys_and_environment_number_the_process(monkeypatch, keys, variables, w
     with pytest.raises(UserError, match="calibadv export runs in") if words else nullcontext():
         alone(config.distributed, "export")
     if not words:
-        with joined(config) as hosts:
+        with init_distributed(config) as hosts:
             assert hosts.count == 1 and hosts.is_first and hosts.in_step
         assert jax._src.distributed.global_state.client is None
 
@@ -234,7 +241,7 @@ from jax.experimental import multihost_utils
 from calibadv_jax.cli import end
 from calibadv_jax.config import Config, DistributedConfig, RunConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.hosts import exchange, joining
+from calibadv_jax.distributed import exchange, joining
 
 exchange.PERIOD, exchange.LAST_WORDS, joining.MARGIN = 0.1, 0.5, 2.0
 SLURM = {"STEP_NODELIST": "127.0.0.1", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "JOB_ID": "1"}
@@ -269,13 +276,14 @@ def work(name, index, port):
         os.environ |= {f"SLURM_{key}": value for key, value in SLURM.items()}
     jax.config.update("jax_num_cpu_devices", 1 + index * (name == "devices"))
     section = DistributedConfig(**place, timeout=5.0)
-    with joining.joined(Config(distributed=section, run=RunConfig(seed=index * (name == "config")))) as hosts:
+    config = Config(distributed=section, run=RunConfig(seed=index * (name == "config")))
+    with joining.init_distributed(config) as hosts:
         if name == "fault" and index:
             raise ValueError("a fault")
         if name == "disk" and index:
             raise OSError(28, "No space left on device", "metrics.jsonl")
         if name == "first":
-            hosts.first("folder", refuse)
+            hosts.run_on_main_and_broadcast("folder", refuse)
         if len(sys.argv) > 2:
             return save(hosts, name, sys.argv[2])
         if name == "kill":  # while the others wait for it in a program of all devices

@@ -15,8 +15,8 @@ import pytest
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.stopping import CALLED, Stop
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.hosts import exchange
-from calibadv_jax.hosts.exchange import ALONE, Joined, SaveBarrier, SharedGroups, from_bytes, to_bytes
+from calibadv_jax.distributed import exchange
+from calibadv_jax.distributed.exchange import ALONE, Joined, SaveBarrier, SharedGroups, from_bytes, to_bytes
 
 
 class Notes:
@@ -79,7 +79,10 @@ def check_stopped(results, status=130):
 
 def test_exchange_keeps_the_order_of_processes():
     def work(hosts):
-        values = [hosts.exchange("a", hosts.index), hosts.first("b", lambda: f"from {hosts.index}")]
+        values = [
+            hosts.exchange("a", hosts.index),
+            hosts.run_on_main_and_broadcast("b", lambda: f"from {hosts.index}"),
+        ]
         hosts.final_barrier()  # nobody is watched any more
         assert not hosts.watch._thread.is_alive()
         return values, hosts.machines, hosts.named(2)
@@ -88,7 +91,11 @@ def test_exchange_keeps_the_order_of_processes():
     ((values, machines, name), _), *others = run_all(work, 3)
     assert values == [[0, 1, 2], "from 0"] and [other[0][0] for other in others] == [values] * 2
     assert machines == [host] * 3 and name == f"process 2 ({host})"
-    assert ALONE.exchange("a", 7) == [7] and ALONE.first("b", lambda: 8) == 8 and ALONE.is_first
+    assert (
+        ALONE.exchange("a", 7) == [7]
+        and ALONE.run_on_main_and_broadcast("b", lambda: 8) == 8
+        and ALONE.is_first
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +246,7 @@ def test_difference_stops_all_at_one_step(in_rollouts):
             if in_rollouts:
                 stack.enter_context(hosts.steps(Stop()))
                 stack.enter_context(hosts.local_work("rollout"))
-            hosts.same("score of a group", lambda: [[0.0, float(hosts.index)]])
+            hosts.assert_equal("score of a group", lambda: [[0.0, float(hosts.index)]])
 
     for error, in_step in run_all(work):
         assert isinstance(error, UserError) and in_step

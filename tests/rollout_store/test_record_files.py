@@ -16,13 +16,13 @@ from record_rig import answer, keep, scored, search, tokens, unknown
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig, load_config
-from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
+from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, score_again
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.record.reader import find_step, read_columns, read_metadata, read_step
-from calibadv_jax.record.schema import LOGPROBS, SCHEMA, VERSION, kept_steps
-from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.reader import find_step, read_columns, read_metadata, read_step
+from calibadv_jax.rollout_store.schema import LOGPROBS, SCHEMA, VERSION, kept_steps
+from calibadv_jax.rollout_store.writer import RolloutWriter
 
 
 def comparable(**values):
@@ -175,7 +175,7 @@ def test_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
 
 def test_bad_files_are_one_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("calibadv_jax.record.schema.VERSION", "2")
+        patch.setattr("calibadv_jax.rollout_store.schema.VERSION", "2")
         keep(tmp_path)
     path = find_step(tmp_path, 7)
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):

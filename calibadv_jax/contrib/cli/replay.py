@@ -27,9 +27,9 @@ from calibadv_jax.learner.step import learn, make_sample
 from calibadv_jax.metrics.console import Console, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.record.reader import KeptStep, find_step, read_step
-from calibadv_jax.record.schema import kept_steps
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.reader import KeptStep, find_step, read_step
+from calibadv_jax.rollout_store.schema import kept_steps
 
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
 ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order

@@ -18,8 +18,8 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, Group, Question, Trajectory, Turn
-from calibadv_jax.record import schema
-from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
+from calibadv_jax.rollout_store import schema
+from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from calibadv_jax.core.errors import (
     is_lost_process,
     storage_errno,
 )
-from calibadv_jax.core.stopping import Stop, leave_now
-from calibadv_jax.hosts.exchange import Hosts, Joined
+from calibadv_jax.core.stopping import Stop, exit_process_now
+from calibadv_jax.distributed.exchange import Hosts, Joined
 from calibadv_jax.metrics.console import Console
 
 AUTO = "auto"
@@ -54,7 +54,7 @@ class Place:
 
 
 @contextmanager
-def joined(config: Config) -> Iterator[Hosts]:
+def init_distributed(config: Config) -> Iterator[Hosts]:
     """Yield this process among the run's, by the section `distributed`; UserError if one is missing."""
     place, timeout = _place(config.distributed), config.distributed.timeout
     hosts = _join(place, timeout, Console(config.log.progress).warn) if place else None
@@ -82,7 +82,7 @@ def alone(config: DistributedConfig, command: str) -> None:
 
 
 def describe_processes(config: Config) -> list[str]:
-    """Return a line on how many processes train; none for one. Raises UserError as `joined`."""
+    """Return a line on how many processes train; none for one. Raises UserError as `init_distributed`."""
     place = _place(config.distributed)
     if not place:
         return []
@@ -168,7 +168,7 @@ def _check(config: Config, hosts: Joined) -> None:
         if len(set(devices)) > 1:
             raise UserError(f"the processes have {devices} devices: each must have the same number")
     for section, values in (asdict(config) | {"distributed": None}).items():
-        hosts.same(f"section {section!r} in its config", partial(repr, values))
+        hosts.assert_equal(f"section {section!r} in its config", partial(repr, values))
 
 
 def _end(hosts: Joined) -> None:
@@ -186,7 +186,7 @@ def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
         status = exit_status(error)
     hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
     # This runs before JAX' own end, which waits for the others.
-    atexit.register(leave_now, status if isinstance(status, int) else 1)
+    atexit.register(exit_process_now, status if isinstance(status, int) else 1)
 
 
 def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:

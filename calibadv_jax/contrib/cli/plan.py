@@ -20,7 +20,7 @@ from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, fin
 from calibadv_jax.contrib.planning.work import Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.hosts.joining import own_workers
+from calibadv_jax.distributed.joining import own_workers
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 
@@ -198,7 +198,7 @@ def remedy(config: Config, architecture: Architecture, target: Target, limit: fl
         else:
             adapters = "" if config.policy.lora.rank else ", or train adapters (policy.lora.rank)"
             return (
-                "no combination of learner.row_length, learner.microbatch_rows, policy.remat, mesh,"
+                "no combination of learner.pack_length, learner.microbatch_rows, policy.remat, mesh,"
                 f" optimizer.offload and sampler fits (the least: {size / GIB:.1f} GiB by the formula): take"
                 f" more devices or larger ones{adapters}"
             )
@@ -218,7 +218,7 @@ def memory_savers(config: Config, architecture: Architecture, hosts: int) -> lis
     mesh, slots, rows = config.mesh, config.sampler.slots, config.learner.microbatch_rows
     shards, tensor = mesh.data * mesh.fsdp, 2 * mesh.tensor
     changes: list[Changes] = [
-        {"learner.row_length": min(config.learner.row_length, config.rollout.max_length)},
+        {"learner.pack_length": min(config.learner.pack_length, config.rollout.max_length)},
         {"learner.microbatch_rows": max(1, rows // 2 // shards) * shards},
         {"policy.remat": "full"},
         {"mesh.data": 1, "mesh.fsdp": shards},

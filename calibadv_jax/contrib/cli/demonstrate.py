@@ -23,7 +23,7 @@ from zlib import crc32
 from calibadv_jax.commands.sft import demonstration_length
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.kept import refuse_other_run
-from calibadv_jax.contrib.commands.prepare_data import count_rows, question_key
+from calibadv_jax.contrib.cli.prepare_data import count_rows, question_key
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise, numbered
@@ -130,7 +130,7 @@ def _lengths(demonstration: Demonstration, config: Config, tokenizer: Any) -> It
     yield "rollout.max_turn_length", longest_turn, rollout.max_turn_length
     length = demonstration_length(demonstration, config, tokenizer)  # refuses longer prompts
     yield "rollout.max_length", length, rollout.max_length
-    yield "sft.row_length", length, config.sft_row_length
+    yield "sft.pack_length", length, config.sft_row_length
 
 
 def _row(demonstration: Demonstration) -> dict[str, Any]:

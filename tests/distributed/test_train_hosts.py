@@ -17,7 +17,7 @@ from calibadv_jax.config import load_config
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.weights import flatten
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run import model
 from calibadv_jax.run.wiring import open_services
 from calibadv_jax.snapshots import mirror
@@ -138,7 +138,7 @@ def test_adapters_and_critic_continue_in_two_processes(settings, expected):
     """On the policy of another run. Its moments lie in host memory, and tied groups give way."""
     more = [f"policy.path={settings[0]}/whole_exported", "policy.lora.rank=2", "policy.lora.alpha=4"]
     more += ["learner.optimizer.offload=host", "advantage.name=gae", "critic.optimizer.lr=0.01"]
-    more += ["rollout.replace_tied=3", "reward.answer=hosts_rig:coarse"]
+    more += ["rollout.dynamic_sampling=3", "reward.answer=hosts_rig:coarse"]
     more += ["advantage.probes=[]", "evaluate.every=0"]  # programs that other tests compile
     train.run(config_of(settings, "adapted", *more))
     train.run(config_of(settings, "shared", *more, "learner.steps=2"))

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
 from calibadv_jax.config.load import kept_values
-from calibadv_jax.core.files import PARTIAL, replacing
+from calibadv_jax.core.files import PARTIAL, atomic_write
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Group, Trajectory, Turn
-from calibadv_jax.record import schema
-from calibadv_jax.record.schema import Logprobs, RecordRow, kept_steps
+from calibadv_jax.rollout_store import schema
+from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
 
 
 class RolloutWriter:
@@ -45,7 +45,7 @@ class RolloutWriter:
         path = self.folder / schema.FOLDER / f"step_{step}.parquet"
         rows = to_rows(step, groups, credits, learner_logprobs)
         table = pa.Table.from_pylist(rows, schema=schema.SCHEMA.with_metadata(self._metadata(groups, seed)))
-        with replacing(path) as partial:
+        with atomic_write(path) as partial:
             # Dictionaries of values that hardly repeat cost ten times the time and a third more room.
             pq.write_table(
                 table,

@@ -21,14 +21,14 @@ from scipy.stats import rankdata
 from calibadv_jax.advantages.credit import GroupCredit, search_turns
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
-from calibadv_jax.contrib.commands.replay import equal_turns, kept_config, score_again
+from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, score_again
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.evaluation.report import FEW, intervals_of_sums
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.record.reader import KeptStep, find_step, read_step
-from calibadv_jax.record.schema import kept_steps
+from calibadv_jax.rollout_store.reader import KeptStep, find_step, read_step
+from calibadv_jax.rollout_store.schema import kept_steps
 
 SECTIONS = ("reward.", "advantage.")  # of the config: the rest changes no credit of a kept step
 CONFIDENCE, RESAMPLES = 0.95, 2000  # of the intervals of the verdict

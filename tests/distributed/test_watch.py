@@ -10,7 +10,7 @@ import jax
 import pytest
 from test_exchange import Notes
 
-from calibadv_jax.hosts import exchange as watch
+from calibadv_jax.distributed import exchange as watch
 
 
 class Ended(Exception):
@@ -41,11 +41,11 @@ class Gone(Notes):
 def test_lost_or_ended_process_ends_this_one(monkeypatch, capfd, notes, silent, line):
     statuses = []
 
-    def leave(status):
+    def exit_process(status):
         statuses.append(status)
         raise Ended
 
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", exit_process)
     watcher = make_watch(Gone())
     monkeypatch.setattr(watcher._over, "wait", lambda _: False)
     with suppress(Ended):

@@ -14,7 +14,7 @@ from record_rig import keep, make_groups, scored, unknown
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands.audit import (
+from calibadv_jax.contrib.cli.audit import (
     GROUP,
     MEASURES,
     SEARCH,
@@ -24,13 +24,13 @@ from calibadv_jax.contrib.commands.audit import (
     credit_again,
     verdict,
 )
-from calibadv_jax.contrib.commands.replay import comparison_rows, equal_turns, kept_config
-from calibadv_jax.contrib.commands.replay import replay as replay_step
+from calibadv_jax.contrib.cli.replay import comparison_rows, equal_turns, kept_config
+from calibadv_jax.contrib.cli.replay import replay as replay_step
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.record.reader import find_step, read_step
-from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.reader import find_step, read_step
+from calibadv_jax.rollout_store.writer import RolloutWriter
 
 # The first question of the rig has the supporting passage d1, and silver d1 … d4; the second one has none.
 # Its six searches: d1 is found by the first one of the best trajectory and of the wrong one. The wrong one's

@@ -7,8 +7,8 @@ import numpy as np
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
-from calibadv_jax.record.writer import RolloutWriter
 from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.rollout_store.writer import RolloutWriter
 
 QUESTIONS = [
     Question("q1", "Who painted it?", ("Ann", "Ann Lee"), "nq", ("d1",)),

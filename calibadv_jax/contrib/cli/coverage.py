@@ -7,7 +7,7 @@ from itertools import chain, compress
 from pathlib import Path
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.commands.demonstrate import (
+from calibadv_jax.contrib.cli.demonstrate import (
     YES_NO,
     SearchFunction,
     answer_in,

@@ -15,8 +15,8 @@ from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_run
+from calibadv_jax.distributed.joining import alone
 from calibadv_jax.evaluation.report import AVERAGE, unanswered
-from calibadv_jax.hosts.joining import alone
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import find_policy

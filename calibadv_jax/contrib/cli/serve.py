@@ -12,13 +12,13 @@ import socket
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.contrib.commands import ask
+from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.core.own_function import load_optional
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import printable
+from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.record.schema import short_name
+from calibadv_jax.rollout_store.schema import short_name
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
