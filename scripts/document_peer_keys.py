@@ -17,29 +17,55 @@ from scripts.generated_page import write_or_check
 PAGE = Path(__file__).resolve().parent.parent / PEER_PAGE
 # Trainers of a column: the authors' code of CalibAdv and Search-R1 are forks of verl.
 COLUMNS = (("verl", "Search-R1", "CalibAdv's authors"), ("RLinf",), ("TRL",), ("Tunix",))
-COMMON = (  # keys of this project that most runs set, in the order of the page
-    *("policy.path", "policy.remat", "policy.lora.rank", "data.train", "data.eval", "data.eval_limit"),
-    *("rollout.questions_per_step", "rollout.group_size", "rollout.max_searches", "rollout.max_turn_length"),
-    *("rollout.max_observation_length", "rollout.max_length", "sampler.name", "sampler.worker_args"),
-    *("retriever.url", "retriever.rerank_topk", "reward.answer", "advantage.name"),
-    *(
-        "loss.name",
-        "loss.aggregation",
-        "loss.clip_high",
-        "loss.kl_coef",
-        "loss.entropy_coef",
-        "learner.steps",
-    ),
-    *("learner.minibatch_size", "learner.epochs", "learner.microbatch_rows", "learner.optimizer.lr"),
-    *("learner.optimizer.warmup_updates", "learner.optimizer.max_grad_norm", "learner.optimizer.offload"),
-    *("mesh.fsdp", "mesh.tensor", "run.dir", "checkpoint.every", "checkpoint.keep", "evaluate.every"),
+# Keys of this project that most runs set, in the order of the page.
+COMMON = (
+    "policy.path",
+    "policy.remat",
+    "policy.lora.rank",
+    "data.train",
+    "data.eval",
+    "data.eval_limit",
+    "rollout.questions_per_step",
+    "rollout.group_size",
+    "rollout.max_searches",
+    "rollout.max_prompt_length",
+    "rollout.max_turn_length",
+    "rollout.max_observation_length",
+    "rollout.max_length",
+    "sampler.name",
+    "sampler.worker_args",
+    "retriever.url",
+    "retriever.rerank_topk",
+    "reward.answer",
+    "advantage.name",
+    "loss.name",
+    "loss.aggregation",
+    "loss.clip_high",
+    "loss.kl_coef",
+    "loss.entropy_coef",
+    "learner.steps",
+    "learner.minibatch_size",
+    "learner.epochs",
+    "learner.microbatch_rows",
+    "learner.optimizer.lr",
+    "learner.optimizer.warmup_updates",
+    "learner.optimizer.max_grad_norm",
+    "learner.optimizer.offload",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "run.dir",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "evaluate.every",
     "log.backends",
 )
+# Names that two trainers of one column use for different things -> the trainer whose name it is.
+AMBIGUOUS = {("data.max_prompt_length", "rollout.max_length"): "Search-R1"}
 HEADER = """# Coming from Search-R1, verl, RLinf, TRL or Tunix
 
-For people who have a config of another trainer: the keys that most runs set and that have another name here.
-The full table has {number} keys. To ask it, give the other trainer's key: the refusal names the key of this
-project.
+For people who have a config of another trainer: the keys that most runs set and that have another name
+here. Whole configs, side by side: [migration.md](migration.md). The full table has {number} keys. To ask it,
+give the other trainer's key: the refusal names the key of this project.
 
 ```bash
 calibadv train --config configs/own_data.yaml n_agent=5 --dry-run    # error: … rollout.group_size …
@@ -85,9 +111,15 @@ def page() -> str:
             names = dict.fromkeys(
                 _shortest_end(key, ours) for key in keys if key.name.rpartition(".")[2] != name
             )
-            cells.append(", ".join(f"`{name}`" for name in names))
+            cells.append(", ".join(_cell(name, ours) for name in names))
         parts.append(f"| `{ours}` | {' | '.join(cells)} |\n")
     return "".join([*parts, FOOTER])
+
+
+def _cell(name: str, ours: str) -> str:
+    """Return a peer's name as code, with its trainer where another one of the column means something else."""
+    trainer = AMBIGUOUS.get((name, ours))
+    return f"`{name}` ({trainer})" if trainer else f"`{name}`"
 
 
 def _shortest_end(peer_key: PeerKey, ours: str) -> str:
