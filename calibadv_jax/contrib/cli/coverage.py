@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.cli.demonstrate import (
+from calibadv_jax.contrib.support_search import (
     YES_NO,
     SearchFunction,
     answer_in,
