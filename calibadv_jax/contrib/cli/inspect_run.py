@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.contrib.pages.site import Site, make_server
+from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.site import Site
 from calibadv_jax.metrics.console import Console
 
 PORT = 8420  # default port of the page

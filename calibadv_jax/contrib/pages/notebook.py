@@ -6,7 +6,8 @@ import sys
 import threading
 from pathlib import Path
 
-from calibadv_jax.contrib.pages.site import Site, make_server
+from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.site import Site
 
 # Whose pages may show it in a frame: this machine's, or those that hold a notebook's outputs in Colab.
 JUPYTER = "http://localhost:* http://127.0.0.1:*"

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calibadv_jax.contrib.cli import ask
-from calibadv_jax.contrib.pages.site import TYPES, guard_headers, is_this_machine
+from calibadv_jax.contrib.pages.server import TYPES, guard_headers, is_this_machine
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.secrets import redact
