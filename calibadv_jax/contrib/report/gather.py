@@ -63,7 +63,7 @@ class Gathered:
     def __init__(self, series: Sequence[Series], smooth: int = SMOOTH):
         self.series = series
         self.smooth = smooth
-        self._values = [[_values(run) for run in runs_of.runs] for runs_of in series]  # by series and run
+        self._values = [[_values(run) for run in group.runs] for group in series]  # by series and run
         self._logged = self._logged_metrics()
         other = FigureSection("Other metrics", "Logged, and in no figure above.", self._other_figures())
         sections = [self._section(key, section) for key, section in (SECTIONS | {"other": other}).items()]

@@ -172,7 +172,7 @@ def group_runs(runs: Sequence[Run]) -> list[Series]:
 
 def compare(series: Sequence[Series]) -> dict[str, list[list[str]]]:
     """Return key -> the different values of each series' runs, for every key of every config."""
-    configs_by_series = [[_relative(run) for run in runs_of.runs] for runs_of in series]
+    configs_by_series = [[_relative(run) for run in group.runs] for group in series]
     keys: dict[str, None] = {}  # as an ordered set
     for configs in configs_by_series:
         for config in configs:
