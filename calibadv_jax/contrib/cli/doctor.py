@@ -157,7 +157,8 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         if overlong:
             lines.append(f"warning: {overlong}")
-    longest = max(kept, key=lambda question: len(question.text))  # of data.eval, the last of the two
+    # The second pass of the loop leaves the questions of data.eval in `kept`.
+    longest = max(kept, key=lambda question: len(question.text))
     ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
     lines.append(
         f"the prompt of data.eval's longest question has {len(ids)} of {limit} tokens:"
