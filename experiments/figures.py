@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calibadv_jax.contrib.report.curves import over_seeds
 from calibadv_jax.contrib.report.draw import COLOURS, DASHES, LINE_WIDTH, MUTED, SMALL_TEXT, STYLE, UNIT, draw
-from calibadv_jax.contrib.report.gather import Chart, Panel, over_seeds
-from calibadv_jax.contrib.report.gather import Figure as Description
+from calibadv_jax.contrib.report.figures import Figure as Description
+from calibadv_jax.contrib.report.gather import Chart, Panel
 from experiments.arms import FOUR, METHODS, Arm
 from experiments.measures import REWARD, SEARCHES, WINDOW, finite, mean_interval
 from experiments.results import Result, Results

@@ -8,7 +8,8 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.contrib.cli.audit import MEASURES, gather, join, measure
+from calibadv_jax.contrib.audit.evidence import gather, join
+from calibadv_jax.contrib.audit.measures import MEASURES, measure
 
 CENTRED = AdvantageConfig(normalize_std=False)  # advantages are thirds
 

@@ -14,16 +14,15 @@ from test_doctor import SHAPE
 
 from calibadv_jax.config import ToolConfig
 from calibadv_jax.contrib.cli import coverage
-from calibadv_jax.contrib.cli.demonstrate import (
-    MAX_QUOTE,
+from calibadv_jax.contrib.cli.demonstrate import MAX_QUOTE, demonstrate
+from calibadv_jax.contrib.cli.demonstrate import run as write_demonstrations
+from calibadv_jax.contrib.support_search import (
     Lookup,
     answer_in,
-    demonstrate,
     find_support,
     find_varied_support,
     read_passages,
 )
-from calibadv_jax.contrib.cli.demonstrate import run as write_demonstrations
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import Grammar, neutralise, parse_turn

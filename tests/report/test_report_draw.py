@@ -7,8 +7,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from calibadv_jax.contrib.report.curves import over_seeds
 from calibadv_jax.contrib.report.draw import COLOURS, DASHES, WIDTH, draw, place, themed_svg
-from calibadv_jax.contrib.report.gather import Chart, Figure, Panel, over_seeds
+from calibadv_jax.contrib.report.figures import Figure
+from calibadv_jax.contrib.report.gather import Chart, Panel
 from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
 
 

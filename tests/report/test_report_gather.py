@@ -10,20 +10,12 @@ import numpy as np
 import pytest
 from report_rig import keep_step, learning_curve, make_run, quickstart_config, two_configs
 
-from calibadv_jax.contrib.report.gather import (
-    FIGURES,
-    MAX_STEPS,
-    SECTIONS,
-    Chart,
-    Gathered,
-    chosen_steps,
-    moving_mean,
-    over_seeds,
-    rollout_values,
-    thin,
-)
+from calibadv_jax.contrib.report.curves import moving_mean, over_seeds, thin
+from calibadv_jax.contrib.report.figures import FIGURES, SECTIONS
+from calibadv_jax.contrib.report.gather import Chart, Gathered
 from calibadv_jax.contrib.report.page import mean_of_last
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
+from calibadv_jax.contrib.report.trajectories import MAX_STEPS, chosen_steps, rollout_values
 from calibadv_jax.metrics.summary import ALIASES
 
 

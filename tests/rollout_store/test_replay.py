@@ -14,16 +14,10 @@ from record_rig import keep, make_groups, scored, unknown
 from calibadv_jax import cli
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.cli.audit import (
-    GROUP,
-    MEASURES,
-    SEARCH,
-    VERDICTS,
-    Column,
-    Evidence,
-    credit_again,
-    verdict,
-)
+from calibadv_jax.contrib.audit.evidence import GROUP, SEARCH, Evidence, EvidencePair, Variant
+from calibadv_jax.contrib.audit.measures import MEASURES, VERDICTS
+from calibadv_jax.contrib.audit.tables import verdict
+from calibadv_jax.contrib.cli.audit import credit_again
 from calibadv_jax.contrib.cli.replay import comparison_rows, equal_turns, kept_config
 from calibadv_jax.contrib.cli.replay import replay as replay_step
 from calibadv_jax.core.errors import UserError
@@ -207,14 +201,14 @@ def measured(true, control, count=40, spread=0.0):
 
     `true`, `control`: the blame that is spared; one group in two has `spread` more, the other one less.
     """
-    sides = ()
+    pair = []
     for good, useless in (true, control):
         groups = np.zeros(count, GROUP)
         groups["good_blame"] = groups["useless_blame"] = 1
         groups["good_spared"] = good + spread * (-1.0) ** np.arange(count)
         groups["useless_spared"] = useless + spread * (-1.0) ** (np.arange(count) // 2)
-        sides += (Evidence(groups, np.zeros(0, SEARCH)),)
-    return Column("run", steps={1: sides})
+        pair.append(Evidence(groups, np.zeros(0, SEARCH)))
+    return Variant("run", steps={1: EvidencePair(*pair)})
 
 
 LEAD = "the lead is 0.700 [0.700, 0.700], with shuffled rewards (control) 0.300 [0.300, 0.300]"

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hub_rig import running_hub, serve_hub, use_hub  # noqa: F401
 
-from calibadv_jax.contrib.cli.demonstrate import read_passages
+from calibadv_jax.contrib.support_search import read_passages
 from calibadv_jax.data.questions import load_questions
 from scripts import prepare_hotpotqa
 

@@ -29,19 +29,30 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.run.wiring import open_rollouts
 
+# A word of the command line that changes a key of the config; any other word is the question.
 OVERRIDE = re.compile(r"(tools|[a-z_]+(\.[a-z_0-9]+)+)=.*", re.DOTALL)
-_PATIENCE = 10.0  # seconds without an answer of the retriever
+_PATIENCE = 10.0  # seconds to wait for a retriever that does not answer
 
 Say = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` reads."""
     add_policy_arguments(parser)
-    text = "values that replace those of the config, and the question"
-    parser.add_argument("words", nargs="*", metavar="key.path=value | question", help=text)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="key.path=value | question",
+        help="values that replace those of the config, and the question",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Answer the question of the command line, or those that are typed.
+
+    Raises:
+        UserError: several questions are given, or as `read_policy` and `ask`.
+    """
     overrides = [word for word in arguments.words if OVERRIDE.fullmatch(word)]
     questions = [word for word in arguments.words if word not in overrides]
     if len(questions) > 1:
@@ -55,11 +66,19 @@ def run(arguments: argparse.Namespace) -> None:
 def ask(config: Config, source: PolicySource, questions: Iterable[str], say: Say) -> None:
     """Answer a list of questions, or those of an iterator that waits for somebody to type.
 
-    Raises UserError if policy, sampler or retriever cannot be used, or a question of a list failed.
+    Args:
+        config: prompt, rollout, sampler and retriever.
+        source: the policy.
+        questions: a list, or an iterator: a question of a list that fails is an error, a question of an
+            iterator that fails is reported and the next one is asked.
+        say: prints a line.
+
+    Raises:
+        UserError: policy, sampler or retriever cannot be used, or a question of a list failed.
     """
     with open_policy(config, source) as rollouts:
-        for place, text in enumerate(questions):
-            trajectory = answer(rollouts, f"ask{place}", text, say)
+        for index, text in enumerate(questions):
+            trajectory = answer(rollouts, f"ask{index}", text, say)
             if trajectory.error is None:
                 say(ending(trajectory))
             elif isinstance(questions, list):
@@ -76,10 +95,11 @@ def answer(rollouts: Rollouts, name: str, text: str, say: Say) -> Trajectory:
             for line in turn_lines(turn.kind, turn.think, turn.query, turn.text):
                 say(line)
             return
-        if words := printable(observed_words(turn)):
+        words = printable(observed_words(turn))
+        if words:
             say(cut(f"        {words}", LONGEST))
-        for place, document in enumerate(turn.documents, 1):
-            say(folded(place, document))
+        for position, document in enumerate(turn.documents, 1):
+            say(folded(position, document))
 
     return rollouts.run(run_question(rollouts, name, text, show, rollouts.context.rollout))
 
@@ -99,31 +119,58 @@ def typed_questions() -> Iterator[str]:
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `read_policy` reads, but not the overrides."""
-    text = "policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder"
-    parser.add_argument("--policy", type=Path, required=True, metavar="FOLDER", help=text)
-    text = "config with prompt, rollout, sampler and retriever; default: the config of the run"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
-    text = "start the MCP servers that the run's own config names as commands; without it they are refused"
-    parser.add_argument("--start-programs", action="store_true", help=text)
-    text = "sampling temperature (default: 0, always the most likely token)"
-    parser.add_argument("--temperature", type=number(float, least=0, below=math.inf), default=0.0, help=text)
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="policy to ask: a run, its checkpoints folder, a checkpoint, a snapshot, a HuggingFace folder",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config with prompt, rollout, sampler and retriever; default: the config of the run",
+    )
+    parser.add_argument(
+        "--start-programs",
+        action="store_true",
+        help="start the MCP servers that the run's own config names as commands; without it they are refused",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number(float, least=0, below=math.inf),
+        default=0.0,
+        help="sampling temperature (default: 0, always the most likely token)",
+    )
 
 
 def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, PolicySource]:
     """Return the config of the arguments, and the policy that they name, with the tokenizer beside it.
 
-    Raises UserError if there is no such policy or config, or the run's own config starts programs.
+    Args:
+        arguments: those of `add_policy_arguments`.
+        overrides: "key.path=value" each; they win over the config.
+
+    Raises:
+        UserError: there is no such policy or config, or the run's own config starts programs.
     """
     if not arguments.policy.exists():
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
     source = find_policy(arguments.policy)
-    own = ["policy.tokenizer="] if has_tokenizer(source.model_folder) else []
-    own.append(f"rollout.temperature={arguments.temperature}")
-    config = load_config(arguments.config or run_config(source), [*own, *overrides])
+    settings = []
+    if has_tokenizer(source.model_folder):
+        settings.append("policy.tokenizer=")  # the tokenizer in the policy's own folder
+    settings.append(f"rollout.temperature={arguments.temperature}")
+    config = load_config(arguments.config or run_config(source), [*settings, *overrides])
     programs = [tool.mcp.command for tool in config.tools if tool.mcp and tool.mcp.command]
-    if programs and not (arguments.config or arguments.start_programs):  # the run may be somebody else's
-        advice = "--start-programs allows it, and --config FILE takes a config of your own"
-        raise UserError(f"{source}: the run's config starts a program, {programs[0]!r}; {advice}")
+    # A run may come from somebody else, so the programs that its config names start only on request.
+    is_allowed = arguments.config or arguments.start_programs
+    if programs and not is_allowed:
+        raise UserError(
+            f"{source}: the run's config starts a program, {programs[0]!r}; --start-programs allows it, and"
+            " --config FILE takes a config of your own"
+        )
     return config, source
 
 
@@ -136,10 +183,19 @@ def run_config(source: PolicySource) -> Path:
 
 
 def for_people(config: Config, folder: str, slots: int) -> Config:
-    """Write logs into `folder`, use few slots, wait briefly, and ask no judge: there is no golden answer."""
-    run, sampler = replace(config.run, dir=folder), replace(config.sampler, slots=slots)
-    retriever = replace(config.retriever, patience=min(config.retriever.patience, _PATIENCE))
-    return replace(config, run=run, sampler=sampler, retriever=retriever, reward=RewardConfig())
+    """Return the config for questions of people.
+
+    Logs go into `folder`, `slots` questions are sampled together, a retriever that does not answer is
+    waited for briefly, and no judge is asked, because there is no golden answer.
+    """
+    patience = min(config.retriever.patience, _PATIENCE)
+    return replace(
+        config,
+        run=replace(config.run, dir=folder),
+        sampler=replace(config.sampler, slots=slots),
+        retriever=replace(config.retriever, patience=patience),
+        reward=RewardConfig(),
+    )
 
 
 @contextmanager
@@ -162,18 +218,29 @@ async def run_question(
     seed: int | None = None,
     session: str = "",
 ) -> Trajectory:
-    """Write a trajectory with the limits of `rollout` on the loop of `rollouts`.
+    """Write a trajectory on the event loop of `rollouts`.
 
-    `name` and `seed` (None: the run's) determine every sampled token. `watch`: see `RolloutContext`.
-    `session` (default: `name`) is unique among questions under way.
+    Args:
+        rollouts: holds the policy, the sampler and the retriever.
+        name: id of the question; `name` and `seed` determine every sampled token.
+        text: the question.
+        watch: called with each turn; see `RolloutContext`.
+        rollout: limits of the trajectory.
+        seed: None: the run's seed.
+        session: unique among questions under way; empty: `name`.
     """
     question = Question(name, well_formed(text), (), "ask")
     context = replace(rollouts.context, watch=watch, rollout=rollout)
-    seed = rollouts.seed if seed is None else seed
+    if seed is None:
+        seed = rollouts.seed
     return await run_trajectory(context, question, 0, seed, session or name)
 
 
 def observed_words(turn: Turn) -> str:
     """Return the text that a turn's observation shows, without its documents."""
-    shown = turn.observation_text.partition(OPEN_INFORMATION)[2].rpartition(CLOSE_INFORMATION)[0]
-    return shown.partition(FIRST_DOCUMENT)[0] if turn.documents else shown
+    _, _, after_opening = turn.observation_text.partition(OPEN_INFORMATION)
+    shown, _, _ = after_opening.rpartition(CLOSE_INFORMATION)
+    if not turn.documents:
+        return shown
+    words, _, _ = shown.partition(FIRST_DOCUMENT)
+    return words

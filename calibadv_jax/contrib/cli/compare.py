@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
@@ -24,122 +25,235 @@ from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
 Evaluation = dict[RowKey, ScoredRow]
-BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")  # no other comma: a folder may have one in its name
+ResultKey = tuple[str, str, str]  # temperature, metric, data source
+
+# Only a comma behind a file's ending separates evaluations: a folder may have a comma in its name.
+BETWEEN_FILES = re.compile(r"(?<=\.json),|(?<=\.jsonl),")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One side of the comparison: the evaluations of a policy's seeds, and their mean."""
+
+    argument: str  # as given on the command line
+    seeds: dict[str, Evaluation]  # by the name of the file
+    mean: Evaluation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` reads."""
     parser.add_argument("first", metavar="A", help="evaluation of the first policy, or of its seeds: A1,A2")
     parser.add_argument("second", metavar="B", help="evaluation of the second policy, or of its seeds")
-    metrics = ["em", "f1", "cover_em"]
-    parser.add_argument("--metrics", nargs="+", default=metrics, metavar="NAME", help="default: %(default)s")
-    text = "number of resamples of bootstrap and test (default: %(default)s)"
-    parser.add_argument("--resamples", type=number(int, least=1), default=10000, metavar="N", help=text)
-    text = "coverage of the confidence intervals (default: %(default)s)"
-    share = number(float, least=0.001, below=1)
-    parser.add_argument("--confidence", type=share, default=0.95, metavar="C", help=text)
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        default=["em", "f1", "cover_em"],
+        metavar="NAME",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--resamples",
+        type=number(int, least=1),
+        default=10000,
+        metavar="N",
+        help="number of resamples of bootstrap and test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--confidence",
+        type=number(float, least=0.001, below=1),
+        default=0.95,
+        metavar="C",
+        help="coverage of the confidence intervals (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the numbers as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print a table of the differences by temperature, metric and data source.
+
+    Raises:
+        UserError: a file is missing or empty, the questions differ, or a policy has no such metric.
+    """
     console = Console()
-    sides = [_read_seeds(argument) for argument in (arguments.first, arguments.second)]
-    evaluations = sides[0] | sides[1]
-    _check_same(evaluations)
-    services = [next(iter(evaluation.values())).get("retriever") for evaluation in evaluations.values()]
-    services = [service for service in services if service]  # an evaluation without searches has none
-    has_other_retrievers = any(service != services[0] for service in services)
+    seeds_of_first = _read_seeds(arguments.first)
+    seeds_of_second = _read_seeds(arguments.second)
+    evaluations = seeds_of_first | seeds_of_second
+    _refuse_different_questions(evaluations)
+    has_other_retrievers = _has_other_retrievers(evaluations)
     if has_other_retrievers:
         console.warn('different retrievers searched; compare "retriever" in the lines of the files')
-    first, second = map(_means, sides)
-    results: dict[tuple[str, str, str], Comparison] = {}  # by temperature, metric and data source
-    for temperature, metric in product(dict.fromkeys(key[0] for key in first), arguments.metrics):
-        for source, comparison in _compare(arguments, temperature, metric, first, second):
-            results[temperature, metric, source] = comparison
+    first = Policy(arguments.first, seeds_of_first, _mean_of_seeds(seeds_of_first))
+    second = Policy(arguments.second, seeds_of_second, _mean_of_seeds(seeds_of_second))
+
+    results: dict[ResultKey, Comparison] = {}
+    temperatures = dict.fromkeys(temperature for temperature, _, _ in first.mean)
+    for temperature in temperatures:
+        for metric in arguments.metrics:
+            for source, comparison in _compare(arguments, temperature, metric, first, second):
+                results[temperature, metric, source] = comparison
+
     console.say(f"A: {arguments.first}\nB: {arguments.second}")
-    rows = [
-        [*key, result.questions, result.first, result.second, result.difference]
-        + ["[{:.3f}, {:.3f}]".format(*result.interval) if result.interval else "-", f"{result.p_value:.4f}"]
-        for key, result in results.items()
-    ]
-    headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
-    console.say(table(rows, [*headers, f"{100 * arguments.confidence:g}% interval", "p"]))
-    if few := {key[2]: result.questions for key, result in results.items() if result.questions < FEW}:
-        counts = ", ".join(f"{source}: {questions}" for source, questions in few.items())
-        advice = "their intervals and p-values are not reliable; evaluate more questions (data.eval_limit)"
-        console.warn(f"fewer than {FEW} questions ({counts}): {advice}")
+    console.say(_results_table(results, arguments.confidence))
+    _warn_of_few_questions(console, results)
     if arguments.output is not None:
-        numbers: dict[str, Any] = {}
-        for (temperature, metric, source), comparison in results.items():
-            numbers.setdefault(temperature, {}).setdefault(metric, {})[source] = asdict(comparison)
-        about = {name: getattr(arguments, name) for name in ("first", "second", "confidence", "resamples")}
-        write_json(
-            arguments.output, about | {"other_retrievers": has_other_retrievers, "differences": numbers}
-        )
+        numbers = {
+            "first": arguments.first,
+            "second": arguments.second,
+            "confidence": arguments.confidence,
+            "resamples": arguments.resamples,
+            "other_retrievers": has_other_retrievers,
+            "differences": _nested(results),
+        }
+        write_json(arguments.output, numbers)
 
 
 def _read_seeds(argument: str) -> dict[str, Evaluation]:
-    names, seeds = BETWEEN_FILES.split(argument), dict[str, Evaluation]()
-    if len({Path(name).resolve().with_suffix("") for name in names}) < len(names):
+    """Return the evaluations that an argument names, each by the name of its file."""
+    names = BETWEEN_FILES.split(argument)
+    files = {Path(name).resolve().with_suffix("") for name in names}  # .json and .jsonl are one evaluation
+    if len(files) < len(names):
         raise UserError(f"{argument}: names an evaluation twice; name each seed once")
+    seeds: dict[str, Evaluation] = {}
     for name in names:
         path = Path(name)
         rows = read_scores(path.with_suffix(".jsonl") if path.suffix == ".json" else path)
-        seeds[name] = {key_of(row): row for row in rows}
-        if not seeds[name]:
+        evaluation = {key_of(row): row for row in rows}
+        if not evaluation:
             raise UserError(f"{path}: no questions in it; run calibadv evaluate first")
+        seeds[name] = evaluation
     return seeds
 
 
-def _check_same(evaluations: dict[str, Evaluation]) -> None:
+def _refuse_different_questions(evaluations: Mapping[str, Evaluation]) -> None:
+    """Raise UserError unless all evaluations asked the same questions at the same temperatures."""
     path, first = next(iter(evaluations.items()))
     for other, evaluation in evaluations.items():
-        keys = [key for key in first | evaluation if _asked(first, key) != _asked(evaluation, key)]
+        keys = [key for key in first | evaluation if _question(first, key) != _question(evaluation, key)]
         if keys:
             temperature, source, name = min(keys)
-            fault = (
-                f"{len(keys)} questions differ, such as {name!r} of {source!r} at temperature {temperature}"
+            raise UserError(
+                f"{path} and {other}: {len(keys)} questions differ, such as {name!r} of {source!r} at"
+                f" temperature {temperature}; evaluate to the end, with one data.eval, data.eval_limit and"
+                " evaluate.temperatures"
             )
-            way_out = "evaluate to the end, with one data.eval, data.eval_limit and evaluate.temperatures"
-            raise UserError(f"{path} and {other}: {fault}; {way_out}")
 
 
-def _asked(evaluation: Evaluation, key: RowKey) -> tuple[Any, Any]:
+def _question(evaluation: Evaluation, key: RowKey) -> tuple[Any, Any]:
+    """Return the question and its golden answers; None for both where the evaluation lacks it."""
     row = evaluation.get(key, {})
     return row.get("question"), row.get("golden_answers")
 
 
-def _means(seeds: dict[str, Evaluation]) -> Evaluation:
-    """Return the means of the scores over the seeds; a metric that a seed lacks is left out."""
-    first, *_ = seeds.values()
+def _has_other_retrievers(evaluations: Mapping[str, Evaluation]) -> bool:
+    """Return whether evaluations used different retrievers, by the first row of each."""
+    retrievers = []
+    for evaluation in evaluations.values():
+        first_row = next(iter(evaluation.values()))
+        retriever = first_row.get("retriever")
+        if retriever:  # an evaluation without searches has none
+            retrievers.append(retriever)
+    return any(retriever != retrievers[0] for retriever in retrievers)
+
+
+def _mean_of_seeds(seeds: Mapping[str, Evaluation]) -> Evaluation:
+    """Return the mean scores over the seeds; a metric that a seed lacks is left out."""
+    evaluations = list(seeds.values())
     means: Evaluation = {}
-    for key, row in first.items():
-        scores = [evaluation[key]["scores"] for evaluation in seeds.values()]
-        names = [name for name in scores[0] if all(name in of_seed for of_seed in scores)]
-        mean = {name: statistics.fmean(of_seed[name] for of_seed in scores) for name in names}
-        means[key] = row | {"scores": mean}
+    for key, row in evaluations[0].items():
+        scores_by_seed = [evaluation[key]["scores"] for evaluation in evaluations]
+        mean_scores = {}
+        for metric in scores_by_seed[0]:
+            if all(metric in scores for scores in scores_by_seed):
+                mean_scores[metric] = statistics.fmean(scores[metric] for scores in scores_by_seed)
+        means[key] = row | {"scores": mean_scores}
     return means
 
 
 def _compare(
-    arguments: argparse.Namespace, temperature: str, metric: str, first: Evaluation, second: Evaluation
+    arguments: argparse.Namespace, temperature: str, metric: str, first: Policy, second: Policy
 ) -> Iterator[tuple[str, Comparison]]:
     """Yield comparisons by data source. A question without a score of both policies is left out."""
-    keys = [key for key in first if key[0] == temperature]
-    for argument, side in ((arguments.first, first), (arguments.second, second)):
-        rows = [side[key] for key in keys]
+    keys = [key for key in first.mean if key[0] == temperature]
+    for policy in (first, second):
+        rows = [policy.mean[key] for key in keys]
         if not any(metric in row["scores"] for row in rows):
             names = ", ".join(metric_names(rows)) or "no scores at all"
-            raise UserError(f"{argument}: no metric {metric!r}; it has {names}")
-    both = [key for key in keys if metric in first[key]["scores"] and metric in second[key]["scores"]]
+            raise UserError(f"{policy.argument}: no metric {metric!r}; it has {names}")
+    scored = [
+        key for key in keys if metric in first.mean[key]["scores"] and metric in second.mean[key]["scores"]
+    ]
+    for name, strata in _strata_by_name(scored).items():
+        first_scores = _scores_of_strata(first, strata, metric)
+        second_scores = _scores_of_strata(second, strata, metric)
+        comparison = compare_paired(first_scores, second_scores, arguments.confidence, arguments.resamples)
+        yield name, comparison
+
+
+def _strata_by_name(keys: Sequence[RowKey]) -> dict[str, list[list[RowKey]]]:
+    """Return the questions to compare by the name of their row: all, the average, each data source.
+
+    The average over data sources has a stratum for each of them, the others have one stratum.
+    """
     by_source: dict[str, list[RowKey]] = {}
-    for key in both:
-        by_source.setdefault(key[1], []).append(key)
-    groups = {ALL: [both]} if both else {}
-    groups |= {AVERAGE: list(by_source.values())} if len(by_source) > 1 else {}
-    groups |= {source: [members] for source, members in by_source.items()}
-    for name, strata in groups.items():
-        before, after = (
-            [scores_of([side[key] for key in members], metric) for members in strata]
-            for side in (first, second)
+    for key in keys:
+        _, source, _ = key
+        by_source.setdefault(source, []).append(key)
+    strata: dict[str, list[list[RowKey]]] = {}
+    if keys:
+        strata[ALL] = [list(keys)]
+    if len(by_source) > 1:
+        strata[AVERAGE] = list(by_source.values())
+    for source, members in by_source.items():
+        strata[source] = [members]
+    return strata
+
+
+def _scores_of_strata(policy: Policy, strata: Sequence[Sequence[RowKey]], metric: str) -> list[np.ndarray]:
+    """Return the mean scores of the questions of each stratum, float64 [N] each."""
+    return [scores_of([policy.mean[key] for key in keys], metric) for keys in strata]
+
+
+def _results_table(results: Mapping[ResultKey, Comparison], confidence: float) -> str:
+    rows = []
+    for (temperature, metric, source), result in results.items():
+        interval = "-"
+        if result.interval:
+            low, high = result.interval
+            interval = f"[{low:.3f}, {high:.3f}]"
+        rows.append(
+            [
+                temperature,
+                metric,
+                source,
+                result.questions,
+                result.first,
+                result.second,
+                result.difference,
+                interval,
+                f"{result.p_value:.4f}",
+            ]
         )
-        yield name, compare_paired(before, after, arguments.confidence, arguments.resamples)
+    headers = ["temperature", "metric", "data", "questions", "A", "B", "B - A"]
+    return table(rows, [*headers, f"{100 * confidence:g}% interval", "p"])
+
+
+def _warn_of_few_questions(console: Console, results: Mapping[ResultKey, Comparison]) -> None:
+    num_questions: dict[str, int] = {}
+    for (_, _, source), result in results.items():
+        if result.questions < FEW:
+            num_questions[source] = result.questions
+    if num_questions:
+        counts = ", ".join(f"{source}: {count}" for source, count in num_questions.items())
+        console.warn(
+            f"fewer than {FEW} questions ({counts}): their intervals and p-values are not reliable; evaluate"
+            " more questions (data.eval_limit)"
+        )
+
+
+def _nested(results: Mapping[ResultKey, Comparison]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return temperature -> metric -> data source -> the fields of the comparison."""
+    nested: dict[str, dict[str, dict[str, Any]]] = {}
+    for (temperature, metric, source), comparison in results.items():
+        by_metric = nested.setdefault(temperature, {})
+        by_metric.setdefault(metric, {})[source] = asdict(comparison)
+    return nested

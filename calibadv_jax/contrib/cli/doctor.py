@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from calibadv_jax.contrib.planning.hardware import check_rows
 from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
@@ -37,69 +37,107 @@ from calibadv_jax.services.http_client import ONCE
 from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
 from calibadv_jax.snapshots.huggingface import check_weights
 
-NO_ANSWER = "I do not know"
-STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}  # how a line begins; else ok
+NO_ANSWER = "I do not know"  # a wrong answer to any question, for the judge
+# How a check's line begins -> the status that is printed before it. Other lines are ok.
+STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}
 
 
 def run(config: Config, offline: bool = False) -> None:
-    """Run every check and print one line a finding; exit status 1 if a check failed."""
+    """Run every check and print one line for each finding.
+
+    Args:
+        config: the config of the run.
+        offline: run only the checks that need no network, no services and no files.
+
+    Raises:
+        SystemExit: with status 1 if a check failed.
+    """
     console = Console(config.log.progress)
     checks = OFFLINE_CHECKS if offline else CHECKS
-    tools = [replace(tool, mcp=tool.mcp and replace(tool.mcp, patience=ONCE)) for tool in config.tools]
-    config = replace(config, tools=tools)
-    failed, counts = 0, Counter[str]()
+    config = _with_impatient_tools(config)
+    num_failed = 0
+    counts: Counter[str] = Counter()  # lines by status
     for name, check in checks.items():
         try:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
         except UserError as error:
             lines = [f"failed: {error}"]
-        failed += any(line.startswith("failed: ") for line in lines)
+        if any(line.startswith("failed: ") for line in lines):
+            num_failed += 1
         for line in lines:
-            prefix = next(filter(line.startswith, STATUS), "")
-            status = STATUS.get(prefix, "ok")
+            status, text = _split_status(line)
             counts[status] += 1
-            console.say(f"{status:4} {name}: {line.removeprefix(prefix)}")
+            console.say(f"{status:4} {name}: {text}")
     kind = "offline check" if offline else "check"
-    if failed:
-        console.say(f"{failed} of {len(checks)} {kind}s failed")
+    if num_failed:
+        console.say(f"{num_failed} of {len(checks)} {kind}s failed")
         raise SystemExit(1)
     console.say(f"every {kind} passed; warnings: {counts['warn']}, not checked: {counts['skip']}")
 
 
+def _with_impatient_tools(config: Config) -> Config:
+    """Return the config with MCP servers that are asked once, so that a missing one is reported at once."""
+    tools = []
+    for tool in config.tools:
+        if tool.mcp:
+            tool = replace(tool, mcp=replace(tool.mcp, patience=ONCE))
+        tools.append(tool)
+    return replace(config, tools=tools)
+
+
+def _split_status(line: str) -> tuple[str, str]:
+    """Return the status that a check's line begins with ("ok" without one), and the rest of the line."""
+    for prefix, status in STATUS.items():
+        if line.startswith(prefix):
+            return status, line.removeprefix(prefix)
+    return "ok", line
+
+
 def check_questions(config: Config) -> list[str]:
     """Check both question files, row by row."""
-    lines, texts = [], dict[str, set[str]]()
-    for key in ("train", "eval"):
-        sources = getattr(config.data, key)
-        questions = load_questions(sources, config.data.columns)
-        check_fit(questions, config.data.weights if key == "train" else {}, config.prompt.template)
-        names = sorted({question.data_source for question in questions})
-        answers = sum(len(question.golden_answers) for question in questions)
-        size = f"{len(questions)} questions ({', '.join(names)})"
-        lines.append(f"data.{key}: {size} with {answers} golden answers")
-        lines += [f"warning: {line}" for line in answer_warnings(questions, f"data.{key}")]
-        texts[key] = {question.text for question in questions}
-    if shared := texts["train"] & texts["eval"]:
-        lines.append(f"warning: {len(shared)} questions are in both files; held-out scores will be too high")
+    lines = []
+    train = load_questions(config.data.train, config.data.columns)
+    check_fit(train, config.data.weights, config.prompt.template)
+    lines += _question_lines(train, "data.train")
+    held_out = load_questions(config.data.eval, config.data.columns)
+    check_fit(held_out, {}, config.prompt.template)
+    lines += _question_lines(held_out, "data.eval")
+    train_texts = {question.text for question in train}
+    held_out_texts = {question.text for question in held_out}
+    num_shared = len(train_texts & held_out_texts)
+    if num_shared:
+        lines.append(f"warning: {num_shared} questions are in both files; held-out scores will be too high")
+    return lines
+
+
+def _question_lines(questions: Sequence[Question], key: str) -> list[str]:
+    """Return the size of the file that a config key names, and warnings of its answers."""
+    sources = sorted({question.data_source for question in questions})
+    num_answers = sum(len(question.golden_answers) for question in questions)
+    lines = [f"{key}: {len(questions)} questions ({', '.join(sources)}) with {num_answers} golden answers"]
+    lines += [f"warning: {line}" for line in answer_warnings(questions, key)]
     return lines
 
 
 def check_policy(config: Config) -> list[str]:
+    """Check mesh, tensors, tokenizer, prompts and memory of the policy."""
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
+    lines = [f"mesh {dict(model.mesh.shape)}"]
+    # The tags come before the tensors: an action that cannot be made is reported first.
     tags = grammar_of(make_actions(config)).tags
-    return [
-        f"mesh {dict(model.mesh.shape)}",
-        *weight_lines(config, model),
-        "tokens of each tag: " + ", ".join(f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags),
-        *prompt_lines(config, model.tokenizer),
-        *device_lines(config, model.policy.architecture, model.mesh.shape),
-    ]
+    lines += weight_lines(config, model)
+    token_counts = [f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags]
+    lines.append(f"tokens of each tag: {', '.join(token_counts)}")
+    lines += prompt_lines(config, model.tokenizer)
+    lines += device_lines(config, model.policy.architecture, model.mesh.shape)
+    return lines
 
 
 def weight_lines(config: Config, model: Model) -> list[str]:
     """Check that the tensors of policy.path have the shapes of its config.json."""
-    if not (path := config.policy.path):
+    path = config.policy.path
+    if not path:
         return []
     folder, _ = find_folder(config, path, resolved=model.pins)
     if hub.is_repository(path) and not any(folder.glob("*.safetensors")):
@@ -109,7 +147,9 @@ def weight_lines(config: Config, model: Model) -> list[str]:
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     """Return the number of overlong prompts, unless these are to be refused, and a long prompt that fits."""
-    actions, limit, lines = make_actions(config), config.rollout.max_prompt_length, []
+    actions = make_actions(config)
+    limit = config.rollout.max_prompt_length
+    lines = []
     check_tags(actions, tokenizer)
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key), config.data.columns)
@@ -117,10 +157,14 @@ def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         if overlong:
             lines.append(f"warning: {overlong}")
+    # The second pass of the loop leaves the questions of data.eval in `kept`.
     longest = max(kept, key=lambda question: len(question.text))
     ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
-    shown = f"{len(ids)} of {limit} tokens: {tokenizer.decode(ids)!r}"
-    return [*lines, f"the prompt of data.eval's longest question has {shown}"]
+    lines.append(
+        f"the prompt of data.eval's longest question has {len(ids)} of {limit} tokens:"
+        f" {tokenizer.decode(ids)!r}"
+    )
+    return lines
 
 
 def check_sampler(config: Config) -> list[str]:
@@ -133,7 +177,8 @@ def check_sampler(config: Config) -> list[str]:
         return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
     labels, missing = find_workers(replace(sampler, patience=ONCE), lambda _: None)
     lines = [f"{url}: serves weights {label!r}" for url, label in labels.items()]
-    return lines + [f"warning: {url} is away ({reason})" for url, reason in missing.items()]
+    lines += [f"warning: {url} is away ({reason})" for url, reason in missing.items()]
+    return lines
 
 
 def check_retriever(config: Config) -> list[str]:
@@ -147,25 +192,24 @@ def check_retriever(config: Config) -> list[str]:
         health = retriever.health()
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
-        ((documents,),) = asyncio.run(_ask(retriever, retriever.search, [[question.text]]))
-        outcome = f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?"
+        documents = asyncio.run(_search_once(retriever, question.text))
+        lines = [f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}"]
+        lines += [f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()]
+        lines.append(reranked)
         if documents:
-            outcome = f"first document for {question.text!r}: {documents[0].title!r}"
-        return [
-            f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}",
-            *(f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()),
-            reranked,
-            outcome,
-        ]
+            lines.append(f"first document for {question.text!r}: {documents[0].title!r}")
+        else:
+            lines.append(f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?")
+        return lines
 
 
-async def _ask(
-    client: RetrieverClient | JudgeClient, ask: Callable[[Any], Awaitable[Any]], requests: Sequence[Any]
-) -> list[Any]:
+async def _search_once(retriever: RetrieverClient, query: str) -> Sequence[Document]:
+    """Return the documents of one query, and close the client."""
     try:
-        return [await ask(request) for request in requests]
+        results = await retriever.search([query])
+        return results[0]
     finally:
-        await client.close()
+        await retriever.close()
 
 
 def check_judge(config: Config) -> list[str]:
@@ -176,16 +220,30 @@ def check_judge(config: Config) -> list[str]:
     question = load_questions(config.data.eval, config.data.columns)[0]
     right = question.golden_answers[0]
     try:
-        golden, other = asyncio.run(_ask(judge, partial(judge.verdict, question), [right, NO_ANSWER]))
+        right_verdict, wrong_verdict = asyncio.run(_judge_both(judge, question, right))
     except RequestFailed as error:
         raise UserError(str(error)) from error
-    lines = [f"{judge.url}: {judge.config.model} gives {right!r} {golden:g} and {NO_ANSWER!r} {other:g}"]
-    if golden < 0.5 or other >= 0.5:
+    lines = [
+        f"{judge.url}: {judge.config.model} gives {right!r} {right_verdict:g} and {NO_ANSWER!r}"
+        f" {wrong_verdict:g}"
+    ]
+    if right_verdict < 0.5 or wrong_verdict >= 0.5:
         lines.append(f"warning: it misjudges these answers to {question.text!r}; see reward.judge.prompt")
     return lines
 
 
+async def _judge_both(judge: JudgeClient, question: Question, right: str) -> tuple[float, float]:
+    """Return the verdicts on a right answer and on NO_ANSWER, and close the client."""
+    try:
+        right_verdict = await judge.verdict(question, right)
+        wrong_verdict = await judge.verdict(question, NO_ANSWER)
+        return right_verdict, wrong_verdict
+    finally:
+        await judge.close()
+
+
 def check_prompt(config: Config) -> list[str]:
+    """Check that there is a prompt template of the name."""
     if config.prompt.template != FROM_DATA:
         template_text(config.prompt.template)  # refuses an unknown name
     return [f"template {config.prompt.template}"]
@@ -194,18 +252,22 @@ def check_prompt(config: Config) -> list[str]:
 def check_shape(config: Config) -> list[str]:
     """Check mesh and memory without the policy's tensors and tokenizer."""
     mesh = config.mesh.sizes_on(jax.device_count())
-    lines = ["mesh " + " x ".join(f"{name} {size}" for name, size in mesh.items())]
+    shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
     if REST in config.mesh.sizes.values():
-        lines[0] += ", as many as there are here"
+        lines = [f"mesh {shape}, as many as there are here"]
     else:
+        lines = [f"mesh {shape}"]
         check_rows(config, mesh)
     architecture = find_architecture(config)
     if architecture is None:
-        fault = "policy.path holds no config.json here, and policy.init no vocab_size"
-        return [*lines, f"not checked: memory: {fault}"]
+        lines.append(
+            "not checked: memory: policy.path holds no config.json here, and policy.init no vocab_size"
+        )
+        return lines
     # A run that does not fit this machine is no failure: it may be meant for another one.
-    memory = device_lines(config, architecture, mesh)
-    return lines + [line.replace("failed: ", "warning: ", 1) for line in memory]
+    for line in device_lines(config, architecture, mesh):
+        lines.append(line.replace("failed: ", "warning: ", 1))
+    return lines
 
 
 CHECKS = {
@@ -216,4 +278,8 @@ CHECKS = {
     "retriever": check_retriever,
     "judge": check_judge,
 }
-OFFLINE_CHECKS = {"calibration": describe_choices, "prompt": check_prompt, "policy": check_shape}
+OFFLINE_CHECKS = {
+    "calibration": describe_choices,
+    "prompt": check_prompt,
+    "policy": check_shape,
+}

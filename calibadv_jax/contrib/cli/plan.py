@@ -5,8 +5,7 @@ Exit status 1 if it does not fit; the keys to change are named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,23 @@ from calibadv_jax.policy.architecture import Architecture
 
 Changes = dict[str, Any]  # dotted key -> value
 
+# A program that the compiler refuses needs more memory than there is, but the compiler does not say how much.
+# The plan assumes this multiple of the memory that there is.
+REFUSED_FACTOR = 1.1
+
 
 @dataclass(frozen=True)
 class RunPlan:
+    """Memory, time and device hours of a run on devices, without the compiler's figures."""
+
     config: Config  # placed on the devices
     target: Target
     architecture: Architecture
-    estimate: dict[str, float]  # bytes of a device by purpose
+    estimate: dict[str, float]  # bytes on one device, by purpose
     step: Step
-    efficiency: float
-    seconds: float  # of a step
-    device_hours: float  # of the trainer's devices, and of those of workers that run elsewhere
+    efficiency: float  # share of the devices' peak speed
+    seconds: float  # duration of a step
+    device_hours: float  # hours of the trainer's devices, and of the devices of workers that run elsewhere
 
 
 def run(
@@ -50,15 +55,23 @@ def run(
     estimate: bool = False,
     json: str = "",
 ) -> None:
-    """Print the plan; OPTIONS of cli.py describes the arguments."""
+    """Print the plan; OPTIONS of cli.py describes the arguments.
+
+    Raises:
+        UserError: the devices are unknown, the config does not fit them, or no policy is named.
+        SystemExit: with status 1 if the run does not fit into the devices' memory.
+    """
     console = Console(config.log.progress)
     plan = make_plan(config, find_target(tpu, gpu, topology), efficiency, tokens, sampled)
     mesh = plan.config.mesh.sizes
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
     console.say(f"{plan.target}, mesh {shape}: {memory.policy_line(plan.config, plan.architecture)}")
-    for line in (memory.memory_line(plan.estimate), *memory.heads_warnings(plan.architecture, mesh)):
+    console.say(memory.memory_line(plan.estimate))
+    for line in memory.heads_warnings(plan.architecture, mesh):
         console.say(line)
-    programs = {} if estimate else compile_programs(plan, console)
+    programs: dict[str, dict[str, Any]] = {}
+    if not estimate:
+        programs = compile_programs(plan, console)
     lines, fits = memory_verdict(plan, programs)
     for line in [*lines, *work_lines(plan)]:
         console.say(line)
@@ -71,11 +84,22 @@ def run(
 def make_plan(
     config: Config, target: Target, efficiency: float, tokens: int = 0, sampled: int = 0
 ) -> RunPlan:
-    """Compute everything that needs no compiler; raises as `run`."""
+    """Compute everything that needs no compiler.
+
+    Args:
+        config: the config of the run.
+        target: the devices.
+        efficiency: share of the devices' peak speed, above 0 and at most 1.
+        tokens: mean number of tokens of a trajectory; 0: the most that the config allows.
+        sampled: of these, the sampled ones; 0: the most that the config allows.
+
+    Raises:
+        UserError: the efficiency is out of range, the config does not fit the devices, or no policy is named.
+    """
     if not 0 < efficiency <= 1:
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
-    if target.hosts > 1:  # each has a process
+    if target.hosts > 1:  # each host has a process, which must have workers of its own
         own_workers(config.sampler, 0, target.hosts)
     architecture = find_architecture(config)
     if architecture is None:
@@ -84,78 +108,130 @@ def make_plan(
             " one, or give the policy's shape in policy.init (its config.json, vocab_size too)"
         )
     estimate = memory_of(config, architecture, target)
-    step = step_of(config, architecture, expected_rollouts(config, tokens, sampled), target)
+    rollouts = expected_rollouts(config, tokens, sampled)
+    step = step_of(config, architecture, rollouts, target)
     seconds = step.seconds(target, efficiency)
-    sampling = max((part.devices for part in step.parts if part.name == "decode"), default=0)
-    devices = target.devices + (sampling if config.sampler.urls else 0)
-    hours = config.learner.steps * seconds * devices / 3600
-    return RunPlan(config, target, architecture, estimate, step, efficiency, seconds, hours)
+    num_devices = target.devices
+    if config.sampler.urls:  # the workers run elsewhere
+        num_devices += max((part.devices for part in step.parts if part.name == "decode"), default=0)
+    device_hours = config.learner.steps * seconds * num_devices / 3600
+    return RunPlan(config, target, architecture, estimate, step, efficiency, seconds, device_hours)
 
 
 def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
     """Return `compiled_figures` of each program, with the memory that lies beside it on a device."""
-    results, shares = {}, memory.shares_base(plan.config) and plan.target.hosts == 1
-    trained = plan.config, plan.target, compiled.TRAINED + compiled.OF_CRITIC
-    sampled = sampler_of(plan.config, plan.target), plan.target.host, compiled.SAMPLED  # on one host
-    for config, target, group in (trained, sampled):
-        names = [name for name in compiled.programs_of(config) if name in group]
-        if names:
-            mesh = compiled.topology_mesh(config, target)
-        for name in names:
-            with console.phase(f"compiling for {target}: {name}", announce=True):
-                program = compiled.lowered_program(config, plan.architecture, mesh, name)
-                beside = memory.held_beside(plan.estimate, name, shares)
-                results[name] = compiled.compiled_figures(program, beside)
+    sampler_config = sampler_of(plan.config, plan.target)
+    sampler_target = plan.target.host  # each host samples for itself
+    trainer_programs = compiled.TRAINED + compiled.OF_CRITIC
+    figures_by_program = _compile_group(plan, plan.config, plan.target, trainer_programs, console)
+    figures_by_program |= _compile_group(plan, sampler_config, sampler_target, compiled.SAMPLED, console)
+    return figures_by_program
+
+
+def _compile_group(
+    plan: RunPlan, config: Config, target: Target, group: Sequence[str], console: Console
+) -> dict[str, dict[str, Any]]:
+    """Compile those programs of the group that the config uses."""
+    names = [name for name in compiled.programs_of(config) if name in group]
+    if not names:
+        return {}
+    mesh = compiled.topology_mesh(config, target)
+    # Whether the sampler computes with the base tensors of the trainer, so that they count once.
+    shares_base = memory.shares_base(plan.config) and plan.target.hosts == 1
+    results = {}
+    for name in names:
+        with console.phase(f"compiling for {target}: {name}", announce=True):
+            program = compiled.lowered_program(config, plan.architecture, mesh, name)
+            beside = memory.held_beside(plan.estimate, name, shares_base)
+            results[name] = compiled.compiled_figures(program, beside)
     return results
 
 
 def memory_verdict(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
-    """Return the compiler's figures, or else the formula's; and the keys to change if it does not fit."""
-    limit, gaps = plan.target.limit, GAPS.get(plan.target.platform, 1.0)
-    expected, scale = peak_memory(plan.estimate), 1.0
-    room = f"{limit / GIB:.1f} GiB of a device"
+    """Say whether the run fits into the devices' memory.
+
+    Args:
+        plan: the run and its devices.
+        programs: the compiler's figures by program; empty: the formula decides.
+
+    Returns:
+        Lines to print, with the keys to change if the run does not fit; and whether it fits.
+    """
     if programs:
-        columns = ("arguments", "peak", "needed")
-        rows = [(name, *(sizes.get(key, "refused") for key in columns)) for name, sizes in programs.items()]
-        headers = ("program", "arguments GiB", "in use at once", "needed, with all that lies beside it")
-        # The compiler does not say how much a refused program needs: more than there is.
-        refused = 1.1 * gaps * max(limit, expected) / GIB
-        needed = {name: sizes.get("needed", refused) * GIB for name, sizes in programs.items()}
-        large = [name for name, size in needed.items() if size > limit]
-        fits, scale = not large, max(1.0, max(needed.values()) / expected)
-        verdict = f"fits {room}" if fits else f"does not fit {room}: {', '.join(large)}"
-        lines = [table(rows, headers), verdict]
-    else:
-        fits = expected <= limit
-        lines = [f"{'fits' if fits else 'does not fit'} {room}, by the formula"]
-        if fits and expected * gaps > limit:
-            lines.append(f"programs may need up to {gaps} times as much: compile it (leave --estimate out)")
-    if not fits:
-        lines.append(remedy(plan.config, plan.architecture, plan.target, limit / scale))
-    return lines, fits
+        return _verdict_by_compiler(plan, programs)
+    return _verdict_by_formula(plan)
+
+
+def _verdict_by_compiler(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], bool]:
+    limit = plan.target.limit
+    expected = peak_memory(plan.estimate)
+    gap = GAPS.get(plan.target.platform, 1.0)
+    refused_gib = REFUSED_FACTOR * gap * max(limit, expected) / GIB
+    rows = []
+    needed: dict[str, float] = {}  # bytes by program
+    for name, sizes in programs.items():
+        cells = [sizes.get(column, "refused") for column in ("arguments", "peak", "needed")]
+        rows.append([name, *cells])
+        needed[name] = sizes.get("needed", refused_gib) * GIB
+    headers = ["program", "arguments GiB", "in use at once", "needed, with all that lies beside it"]
+    lines = [table(rows, headers)]
+    too_large = [name for name, size in needed.items() if size > limit]
+    if not too_large:
+        lines.append(f"fits {limit / GIB:.1f} GiB of a device")
+        return lines, True
+    lines.append(f"does not fit {limit / GIB:.1f} GiB of a device: {', '.join(too_large)}")
+    # The remedy goes by the formula, which must leave as much room as the compiler needs beyond it.
+    scale = max(1.0, max(needed.values()) / expected)
+    lines.append(remedy(plan.config, plan.architecture, plan.target, limit / scale))
+    return lines, False
+
+
+def _verdict_by_formula(plan: RunPlan) -> tuple[list[str], bool]:
+    limit = plan.target.limit
+    expected = peak_memory(plan.estimate)
+    gap = GAPS.get(plan.target.platform, 1.0)
+    if expected > limit:
+        lines = [f"does not fit {limit / GIB:.1f} GiB of a device, by the formula"]
+        lines.append(remedy(plan.config, plan.architecture, plan.target, limit))
+        return lines, False
+    lines = [f"fits {limit / GIB:.1f} GiB of a device, by the formula"]
+    if expected * gap > limit:
+        lines.append(f"programs may need up to {gap} times as much: compile it (leave --estimate out)")
+    return lines, True
 
 
 def work_lines(plan: RunPlan) -> list[str]:
-    step, rollouts, learner = plan.step, plan.step.rollouts, plan.config.learner
+    """Return lines with the work and the time of a step and of the run."""
+    step = plan.step
+    rollouts = step.rollouts
+    num_steps = plan.config.learner.steps
     rows = []
     for part in step.parts:
-        counts = part.flops, part.memory * part.devices, part.received * part.devices
-        seconds = number(part.seconds(plan.target, plan.efficiency))
-        rows.append((part.name, *(f"{count:.2e}" for count in counts), seconds))
+        rows.append(
+            [
+                part.name,
+                f"{part.flops:.2e}",
+                f"{part.memory * part.devices:.2e}",
+                f"{part.received * part.devices:.2e}",
+                number(part.seconds(plan.target, plan.efficiency)),
+            ]
+        )
+    headers = ["part", "operations", "bytes of memory", "bytes between devices", "seconds"]
     overlap = ", rollouts and update at the same time" if step.overlap else ""
+    tokens_per_second = step.trained / plan.seconds
     return [
         f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
         f" them sampled (--tokens, --sampled), which fill {step.fill:.0%} of the update's rows",
-        table(rows, ("part", "operations", "bytes of memory", "bytes between devices", "seconds")),
+        table(rows, headers),
         f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
-        f" {step.trained / plan.seconds:.0f} tokens/s",
-        f"{learner.steps} steps: {duration(learner.steps * plan.seconds)}, {number(plan.device_hours)} device"
-        " hours",
+        f" {tokens_per_second:.0f} tokens/s",
+        f"{num_steps} steps: {duration(num_steps * plan.seconds)}, {number(plan.device_hours)} device hours",
         "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling",
     ]
 
 
 def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of the plan, for a JSON file."""
     return {
         "devices": plan.target.devices,
         "kind": plan.target.kind,
@@ -188,20 +264,16 @@ def remedy(config: Config, architecture: Architecture, target: Target, limit: fl
     changes: Changes = {}
     size = peak_memory(memory_of(config, architecture, target))
     while size > limit:
-        for change in memory_savers(config, architecture, target.hosts):
-            with suppress(ValidationError, UserError):  # it does not go together with another key
-                smaller = changed(config, change)
-                smaller_size = peak_memory(memory_of(smaller, architecture, target))
-                if smaller_size < size:
-                    config, size, changes = smaller, smaller_size, changes | change
-                    break
-        else:
+        saving = _cheapest_saving(config, architecture, target, size)
+        if saving is None:
             adapters = "" if config.policy.lora.rank else ", or train adapters (policy.lora.rank)"
             return (
                 "no combination of learner.pack_length, learner.microbatch_rows, policy.remat, mesh,"
                 f" optimizer.offload and sampler fits (the least: {size / GIB:.1f} GiB by the formula): take"
                 f" more devices or larger ones{adapters}"
             )
+        change, config, size = saving
+        changes.update(change)
     workers = ""
     if "sampler.name" in changes:
         changes.pop("sampler.slots", None)
@@ -210,28 +282,61 @@ def remedy(config: Config, architecture: Architecture, target: Target, limit: fl
     return f"would fit: {overrides} ({size / GIB:.1f} GiB by the formula{workers})"
 
 
+def _cheapest_saving(
+    config: Config, architecture: Architecture, target: Target, size: float
+) -> tuple[Changes, Config, float] | None:
+    """Return the cheapest change that needs fewer bytes than `size`, with its config and its bytes.
+
+    A change that another key forbids is passed over. None: no change saves memory.
+    """
+    for change in memory_savers(config, architecture, target.hosts):
+        try:
+            smaller = changed(config, change)
+            smaller_size = peak_memory(memory_of(smaller, architecture, target))
+        except (ValidationError, UserError):
+            continue
+        if smaller_size < size:
+            return change, smaller, smaller_size
+    return None
+
+
 def memory_savers(config: Config, architecture: Architecture, hosts: int) -> list[Changes]:
     """Return the next step of each change that saves memory and changes no result, the cheapest first.
 
     A key that cannot go further keeps its value.
     """
-    mesh, slots, rows = config.mesh, config.sampler.slots, config.learner.microbatch_rows
-    shards, tensor = mesh.data * mesh.fsdp, 2 * mesh.tensor
+    mesh = config.mesh
+    rows = config.learner.microbatch_rows
+    num_shards = mesh.data * mesh.fsdp
     changes: list[Changes] = [
         {"learner.pack_length": min(config.learner.pack_length, config.rollout.max_length)},
-        {"learner.microbatch_rows": max(1, rows // 2 // shards) * shards},
+        {"learner.microbatch_rows": _halved(rows, num_shards)},
         {"policy.remat": "full"},
-        {"mesh.data": 1, "mesh.fsdp": shards},
+        {"mesh.data": 1, "mesh.fsdp": num_shards},
         {"learner.optimizer.offload": "host"},
         {"critic.optimizer.offload": "host"},
     ]
+    tensor = 2 * mesh.tensor
     if mesh.fsdp % 2 == 0 and architecture.num_kv_heads % tensor == 0:
-        split = {"mesh.fsdp": mesh.fsdp // 2, "mesh.tensor": tensor, "learner.microbatch_rows": rows // 2}
-        changes.append(split)
+        changes.append(
+            {
+                "mesh.fsdp": mesh.fsdp // 2,
+                "mesh.tensor": tensor,
+                "learner.microbatch_rows": rows // 2,
+            }
+        )
     if config.sampler.name == "jax":
-        changes.append({"sampler.slots": max(1, slots // 2 // shards) * shards})
-        changes.append({"sampler.name": "vllm"} | ({"sampler.workers": hosts} if hosts > 1 else {}))
+        changes.append({"sampler.slots": _halved(config.sampler.slots, num_shards)})
+        workers: Changes = {"sampler.name": "vllm"}
+        if hosts > 1:
+            workers["sampler.workers"] = hosts
+        changes.append(workers)
     return changes
+
+
+def _halved(count: int, num_shards: int) -> int:
+    """Return about half the count, as a multiple of the shards, and at least one for each."""
+    return max(1, count // 2 // num_shards) * num_shards
 
 
 def changed(section: Any, changes: Changes) -> Any:

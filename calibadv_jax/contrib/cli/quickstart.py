@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.distributed.joining import alone
-from calibadv_jax.evaluation.report import AVERAGE, unanswered
+from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import find_policy
@@ -24,16 +24,20 @@ from calibadv_jax.run.wiring import open_services
 
 
 def run(config: Config) -> None:
-    """Run the whole chain in `run.dir`; print a table and the paths of the outputs."""
+    """Run the whole chain in `run.dir`; print a table and the paths of the outputs.
+
+    Raises:
+        UserError: world.dir is empty, or a part of the chain cannot run.
+    """
     alone(config.distributed, "quickstart")
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
     console = Console(config.log.progress)
     seconds: dict[str, float] = {}
-    begun = time.monotonic()
+    start = time.monotonic()
 
     def lap(name: str) -> None:
-        seconds[name] = time.monotonic() - begun - sum(seconds.values())
+        seconds[name] = time.monotonic() - start - sum(seconds.values())
 
     with locked_run(Path(config.run.dir), console.warn):
         write_world(config.world)
@@ -44,45 +48,63 @@ def run(config: Config) -> None:
             sft.run(config)
         lap("cold start")
         with open_services(config, Path(config.sft.output)) as (retriever, workers):
-            sampler = replace(config.sampler, urls=workers)
-            running = replace(config, retriever=config.retriever.at(retriever), sampler=sampler)
+            connected = replace(
+                config,
+                retriever=config.retriever.at(retriever),
+                sampler=replace(config.sampler, urls=workers),
+            )
             lap("services")
-            before = evaluate_policy(_to(running, "before"), find_policy(Path(running.sft.output))).means
+            cold_start = find_policy(Path(connected.sft.output))
+            before = evaluate_policy(_writing_evaluation(connected, "before"), cold_start).means
             lap("evaluation before")
-            train.run(running, kept=config)
+            train.run(connected, kept=config)
             lap("training")
-            output = export.export(running)
+            output = export.export(connected)
             lap("export")
-            after = evaluate_policy(_to(running, "after"), find_policy(output)).means
+            trained = find_policy(output)
+            after = evaluate_policy(_writing_evaluation(connected, "after"), trained).means
             lap("evaluation after")
-        seconds["total"] = time.monotonic() - begun
+        seconds["total"] = time.monotonic() - start
         report = Path(config.run.dir) / "quickstart.json"
         write_json(report, {"before": before, "after": after, "seconds": seconds})
     for line in unanswered(after):
         console.warn(f"after training, {line}")
-    rows = [
-        [temperature, source, before[temperature][source]["f1"]]
-        + [values[name] for name in ("f1", "format", "searches")]
-        for temperature, sources in after.items()
-        for source, values in sources.items()
-        if source != AVERAGE
-    ]
-    console.say(table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"]))
+    console.say(_scores_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
     outputs = {"policy": output, "cold start": config.sft.output, "run": config.run.dir, "report": report}
     for label, path in outputs.items():
         console.say(f"{label:>10}  {path}")
-    run_folder = shlex.quote(str(Path(config.run.dir).resolve()))
-    policy = shlex.quote(str(output.resolve()))
-    program = Path(sys.executable).with_name("calibadv")  # else the package is not installed, but on the path
-    words = [str(program)] if program.is_file() else [sys.executable, "-m", "calibadv_jax"]
-    calibadv = shlex.join(words)
+    _print_next_commands(console, Path(config.run.dir), output)
+
+
+def _scores_table(before: Means, after: Means) -> str:
+    """Return a table with a row for each temperature and each group of questions, without the average."""
+    rows = []
+    for temperature, sources in after.items():
+        for source, scores in sources.items():
+            if source == AVERAGE:
+                continue
+            f1_before = before[temperature][source]["f1"]
+            rows.append([temperature, source, f1_before, scores["f1"], scores["format"], scores["searches"]])
+    return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])
+
+
+def _print_next_commands(console: Console, run_dir: Path, policy_folder: Path) -> None:
+    """Print the commands that look at the run and ask its policy."""
+    run_folder = shlex.quote(str(run_dir.resolve()))
+    policy = shlex.quote(str(policy_folder.resolve()))
+    program = Path(sys.executable).with_name("calibadv")
+    if program.is_file():
+        calibadv = shlex.quote(str(program))
+    else:  # the package is on the path, but not installed
+        calibadv = shlex.join([sys.executable, "-m", "calibadv_jax"])
     console.say("next:")
     console.say(f"  {calibadv} inspect {run_folder}   # every trajectory with the credit of each turn")
     console.say(f"  {calibadv} report {run_folder}   # one page with all curves")
     console.say(f"  {calibadv} ask --policy {policy}   # asks the trained policy")
 
 
-def _to(config: Config, name: str) -> Config:
+def _writing_evaluation(config: Config, name: str) -> Config:
+    """Return the config of an evaluation that writes evaluation_NAME.json into `run.dir`."""
     output = str(Path(config.run.dir) / f"evaluation_{name}.json")
     return replace(config, evaluate=replace(config.evaluate, output=output))

@@ -31,49 +31,72 @@ from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.reader import KeptStep, find_step, read_step
 from calibadv_jax.rollout_store.schema import kept_steps
 
+# Metrics of the table of `comparison_rows`, by the beginning of their names.
 SHOWN = ("reward/", "group/", "advantage/", "actor/pg_loss", "actor/computed_share")
-ROUNDING = 1e-9  # relative; other machines add the same float64 numbers in another order
+# Relative and absolute difference between float64 values that count as equal: other machines add the same
+# numbers in another order.
+ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    groups: list[Group]
+    """What a kept step gives when it is computed again."""
+
+    groups: list[Group]  # with rewards
     advantages: AdvantageResult
     metrics: dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` reads."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
     parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
-    text = "settings of reward, advantage, loss or learner to replay the step with"
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings of reward, advantage, loss or learner to replay the step with",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the comparison; exit status 1 if the run's own settings give other advantages than were kept."""
+    """Print the comparison of a kept step with the step computed again.
+
+    Raises:
+        UserError: the step was not kept, its file is damaged, or a key or value is refused.
+        SystemExit: with status 1 if the run's own settings give other advantages than were kept.
+    """
     folder: Path = arguments.run_dir
-    step = max(kept_steps(folder), default=0) if arguments.step is None else arguments.step
+    step = arguments.step
+    if step is None:
+        step = max(kept_steps(folder), default=0)
     path = find_step(folder, step)
     kept = read_step(path)
-    same = replay(kept, kept_config(kept, path))
-    columns = {"replayed": same.metrics}
+    replayed = replay(kept, kept_config(kept, path))
+    columns = {"replayed": replayed.metrics}
     if arguments.overrides:
         changed = replay(kept, kept_config(kept, path, arguments.overrides))
         columns["changed"] = changed.metrics
-    say = Console().say
+
+    console = Console()
     num_trajectories = sum(len(group.attempts) for group in kept.groups)
-    say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
+    console.say(f"step {step} of {folder}: {len(kept.groups)} groups, {num_trajectories} trajectories")
     rows = comparison_rows(columns)
-    say(table(rows, ["metric", *columns, "differs"]))
-    equal, total = equal_turns(kept.credits, same.advantages.credits)
-    exact, _ = equal_turns(kept.credits, same.advantages.credits, rounding=0)
-    bits = "bit for bit" if exact == equal else f"{exact} of them bit for bit, the others within {ROUNDING:g}"
-    say(f"replayed: {equal} of {total} turns have the advantage that was kept, {bits}")
+    console.say(table(rows, ["metric", *columns, "differs"]))
+    num_equal, num_turns = equal_turns(kept.credits, replayed.advantages.credits)
+    num_exact, _ = equal_turns(kept.credits, replayed.advantages.credits, rounding=0)
+    precision = "bit for bit"
+    if num_exact != num_equal:
+        precision = f"{num_exact} of them bit for bit, the others within {ROUNDING:g}"
+    console.say(f"replayed: {num_equal} of {num_turns} turns have the advantage that was kept, {precision}")
     if arguments.overrides:
-        say(f"{sum('≠' in row for row in rows)} of {len(rows)} metrics differ (≠)")
-        unchanged, _ = equal_turns(kept.credits, changed.advantages.credits)
-        say(f"{' '.join(arguments.overrides)}: {total - unchanged} of {total} turns get another advantage")
-    if equal < total:
+        num_different = sum("≠" in row for row in rows)
+        console.say(f"{num_different} of {len(rows)} metrics differ (≠)")
+        num_unchanged, _ = equal_turns(kept.credits, changed.advantages.credits)
+        overrides = " ".join(arguments.overrides)
+        num_changed = num_turns - num_unchanged
+        console.say(f"{overrides}: {num_changed} of {num_turns} turns get another advantage")
+    if num_equal < num_turns:
         raise SystemExit(1)
 
 
@@ -84,11 +107,16 @@ def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Co
 
 def replay(kept: KeptStep, config: Config) -> Replay:
     """Compute reward, advantages and loss of a kept step under a config; the step stays unchanged."""
-    begun, seed = kept.step - 1, int(kept.metadata["seed"])
-    groups, advantages = score_again(kept, config, random_state(seed, begun, "reward"))
-    samples, rng = kept_samples(groups, advantages, kept), random_state(seed, begun, "minibatches")
-    learned = learn(KeptPolicy(), {"params": {}}, samples, config.learner, policy_loss(config), rng)
-    metrics = trajectory_metrics(groups, begun) | advantages.metrics | learned.metrics
+    num_completed = kept.step - 1  # steps completed before this one
+    seed = int(kept.metadata["seed"])
+    groups, advantages = score_again(kept, config, random_state(seed, num_completed, "reward"))
+    samples = kept_samples(groups, advantages, kept)
+    state: State = {"params": {}}
+    minibatch_rng = random_state(seed, num_completed, "minibatches")
+    learned = learn(KeptPolicy(), state, samples, config.learner, policy_loss(config), minibatch_rng)
+    metrics = trajectory_metrics(groups, num_completed)
+    metrics |= advantages.metrics
+    metrics |= learned.metrics
     return Replay(groups, advantages, metrics)
 
 
@@ -103,13 +131,16 @@ def score_again(
 def kept_samples(groups: Sequence[Group], advantages: AdvantageResult, kept: KeptStep) -> list[Sample]:
     """Return the samples of the step, with the learner's log-probabilities if they were kept."""
     samples = []
-    for group, values, learner in zip(groups, advantages.advantages, kept.learner_logprobs, strict=True):
-        for trajectory, advantage, logprobs in zip(group.trajectories, values, learner, strict=True):
+    by_group = zip(groups, advantages.advantages, kept.learner_logprobs, strict=True)
+    for group, group_advantages, group_logprobs in by_group:
+        by_trajectory = zip(group.trajectories, group_advantages, group_logprobs, strict=True)
+        for trajectory, advantage, logprobs in by_trajectory:
             sample = make_sample(trajectory, advantage)
-            old = sample.logprobs
+            old_logprobs = sample.logprobs
             if logprobs is not None:
-                old = np.concatenate([np.zeros(len(trajectory.prompt_ids), np.float32), logprobs])
-            samples.append(dataclasses.replace(sample, old_logprobs=old))
+                prompt_logprobs = np.zeros(len(trajectory.prompt_ids), np.float32)
+                old_logprobs = np.concatenate([prompt_logprobs, logprobs])
+            samples.append(dataclasses.replace(sample, old_logprobs=old_logprobs))
     return samples
 
 
@@ -119,37 +150,54 @@ class KeptPolicy:
     def update(
         self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
     ) -> tuple[State, dict[str, float]]:
+        """Return the state unchanged, and the sums of the loss and its metrics over the batches."""
         sums: dict[str, float] = {}
         for batch in batches:
             logprobs = jnp.asarray(batch.old_logprobs)
             entropies = jnp.zeros_like(logprobs)  # not kept: the loss is shown without its bonus
             total, metrics = loss(logprobs, entropies, batch, None)
-            for name, value in (metrics | {"actor/loss": total}).items():
+            metrics = metrics | {"actor/loss": total}
+            for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return state, sums
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
+        """Return the old log-probabilities of the batch, float32 [B, T]."""
         return np.asarray(batch.old_logprobs)
 
     def position_cost(self, length: int) -> float:
+        """Return the same cost for all lengths: no policy runs."""
         return 1.0
 
 
 def equal_turns(
     kept: Sequence[GroupCredit], replayed: Sequence[GroupCredit], rounding: float = ROUNDING
 ) -> tuple[int, int]:
-    """Return the numbers of turns with the same advantage, but for `rounding`, and of all turns."""
-    before = np.concatenate([np.zeros(0), *(values for credit in kept for values in credit.turns)])
-    after = np.concatenate([np.zeros(0), *(values for credit in replayed for values in credit.turns)])
-    return int(np.isclose(after, before, rounding, rounding).sum()), len(before)
+    """Return the number of turns whose advantage is equal within `rounding`, and of all turns."""
+    before = _turn_advantages(kept)
+    after = _turn_advantages(replayed)
+    num_equal = int(np.isclose(after, before, rounding, rounding).sum())
+    return num_equal, len(before)
+
+
+def _turn_advantages(credits: Sequence[GroupCredit]) -> np.ndarray:
+    """Return the advantage of every turn of every trajectory, float64 [number of turns]."""
+    advantages = [np.zeros(0)]
+    for credit in credits:
+        advantages += credit.turns
+    return np.concatenate(advantages)
 
 
 def comparison_rows(columns: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     """Return a row for each metric of SHOWN: name, values, "≠" where they differ beyond rounding."""
+    names: set[str] = set()
+    for column in columns.values():
+        names.update(name for name in column if name.startswith(SHOWN))
     rows = []
-    for name in sorted({name for column in columns.values() for name in column if name.startswith(SHOWN)}):
+    for name in sorted(names):
         values = [column.get(name) for column in columns.values()]
-        before, after = values[0], values[-1]
+        before = values[0]
+        after = values[-1]
         differs = False
         if before is not None and after is not None:
             differs = not np.isclose(after, before, ROUNDING, ROUNDING, equal_nan=True)

@@ -17,36 +17,60 @@ from calibadv_jax.core.files import atomic_write, write_text
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.metrics.console import Console
 
-PNG_DPI = 200
+PNG_DPI = 200  # dots per inch of the PNG files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` reads."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (its run.dir)")
-    text = "page to write; default: report.html, in the run's folder if there is only one run"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
-    text = "steps that the strong lines average (default: %(default)s; 1: no mean)"
-    parser.add_argument("--smooth", type=number(int, least=1), default=SMOOTH, metavar="STEPS", help=text)
-    text = "also write every figure as FOLDER/NAME.png"
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help=text)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="page to write; default: report.html, in the run's folder if there is only one run",
+    )
+    parser.add_argument(
+        "--smooth",
+        type=number(int, least=1),
+        default=SMOOTH,
+        metavar="STEPS",
+        help="steps that the strong lines average (default: %(default)s; 1: no mean)",
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Write the page, and the figures as PNG files if a folder for them is given.
+
+    Raises:
+        UserError: matplotlib is not installed, a folder is no run with metrics, or a file is damaged.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
     runs = read_runs(arguments.runs)
     with console.phase("reading the kept trajectories", announce=True):
         gathered = Gathered(group_runs(runs), arguments.smooth)
-    output = arguments.output or (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    output = arguments.output
+    if output is None:
+        folder = runs[0].folder if len(runs) == 1 else Path()
+        output = folder / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked_output(output, "--output", console.warn):
         with console.phase("drawing the figures", announce=True):
-            write_text(output, render(gathered, PORT))  # whole, so that a browser never loads half of it
+            write_text(output, render(gathered, PORT))  # atomic: a browser never loads half a page
         console.say(str(output))
         if arguments.png is not None:
-            arguments.png.mkdir(parents=True, exist_ok=True)
-            for chart in gathered.charts:
-                figure = draw(chart, [each.name for each in gathered.series])
-                with atomic_write(arguments.png / f"{chart.figure.key}.png") as partial:
-                    figure.savefig(partial, dpi=PNG_DPI, format="png")
+            _write_png_files(gathered, arguments.png)
             console.say(f"{arguments.png}: {len(gathered.charts)} figures")
+
+
+def _write_png_files(gathered: Gathered, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    order = [series.name for series in gathered.series]
+    for chart in gathered.charts:
+        figure = draw(chart, order)
+        with atomic_write(folder / f"{chart.figure.key}.png") as partial:
+            figure.savefig(partial, dpi=PNG_DPI, format="png")

@@ -18,31 +18,63 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.tags import printable
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout_store.schema import short_name
 
+# Hosts that only this machine reaches.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` reads."""
     ask.add_policy_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    text = "port; 0: any free port (default: %(default)s)"
-    parser.add_argument("--port", type=number(int, least=0, below=65536), default=8421, help=text)
-    text = "file with the token that clients must send; or set CALIBADV_TOKEN"
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
-    text = "questions that are answered together (default: %(default)s)"
-    parser.add_argument("--slots", type=number(int, least=1), default=4, metavar="N", help=text)
-    text = "questions that wait; further ones are refused (default: %(default)s)"
-    parser.add_argument("--queue", type=number(int, least=0), default=16, metavar="N", help=text)
-    text = "for one question, without its waiting (default: %(default)g)"
     parser.add_argument(
-        "--time-limit", type=number(float, least=1), default=120.0, metavar="SECONDS", help=text
+        "--port",
+        type=number(int, least=0, below=65536),
+        default=8421,
+        help="port; 0: any free port (default: %(default)s)",
     )
-    text = "values that replace those of the config"
-    parser.add_argument("words", nargs="*", metavar="key.path=value", help=text)
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the token that clients must send; or set CALIBADV_TOKEN",
+    )
+    parser.add_argument(
+        "--slots",
+        type=number(int, least=1),
+        default=4,
+        metavar="N",
+        help="questions that are answered together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue",
+        type=number(int, least=0),
+        default=16,
+        metavar="N",
+        help="questions that wait; further ones are refused (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=number(float, least=1),
+        default=120.0,
+        metavar="SECONDS",
+        help="for one question, without its waiting (default: %(default)g)",
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="key.path=value", help="values that replace those of the config"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Answer questions over HTTP until the command is interrupted.
+
+    Raises:
+        UserError: a package is missing, the network is not protected by a token, or the policy, sampler or
+            retriever cannot be used.
+        EnvironmentFailure: the port is in use, or the first question failed.
+    """
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed; pip install 'calibadv-jax[retriever]'")
@@ -55,10 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
         console.note(f"opening {source}, the sampler and the retriever")
         with ask.open_policy(config, source, arguments.slots) as rollouts:
             app = load_optional("serving.app")
-            context = rollouts.context
-            warm_up = ask.run_question(rollouts, "warm-up", "who?", context.watch, context.rollout)
-            if error := rollouts.run(warm_up).error:  # else the first client waits for compilers
-                raise EnvironmentFailure(error)
+            _warm_up(rollouts)
             service = app.Service(
                 rollouts,
                 model=printable(short_name(arguments.policy)),
@@ -73,11 +102,22 @@ def run(arguments: argparse.Namespace) -> None:
                 ended.result()
 
 
+def _warm_up(rollouts: Rollouts) -> None:
+    """Ask a question before the first client, who would wait for compilers otherwise."""
+    context = rollouts.context
+    question = ask.run_question(rollouts, "warm-up", "who?", context.watch, context.rollout)
+    trajectory = rollouts.run(question)
+    if trajectory.error:
+        raise EnvironmentFailure(trajectory.error)
+
+
 def read_token(path: Path | None) -> str:
     """Return the token that clients must send, or ""; raise UserError for a missing or empty file."""
     if path is None:
         return os.environ.get("CALIBADV_TOKEN", "").strip()
-    token = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    token = ""
+    if path.is_file():
+        token = path.read_text(encoding="utf-8", errors="replace").strip()
     if not token:
         raise UserError(f"--token-file {path}: no such file, or an empty one; write a token into it")
     return token
@@ -92,6 +132,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or error
-        message = f"cannot listen on {host}:{port} ({reason}); choose another one with --port or --host"
-        raise EnvironmentFailure(message) from error
+        raise EnvironmentFailure(
+            f"cannot listen on {host}:{port} ({reason}); choose another one with --port or --host"
+        ) from error
     return listener

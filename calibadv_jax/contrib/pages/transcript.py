@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -25,21 +25,46 @@ from calibadv_jax.rewards.score import format_flaw, turn_flaws
 from calibadv_jax.rollout_store.reader import from_rows
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of rollout_store.schema
-_REPLACEMENT = "\ufffd"  # written by a decoder for bytes that are no character (yet)
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, each of which may be a token of its own
-# Columns that are shown as they are.
-_GROUP = ("step", "group", "question_id", "question", "data_source", "golden_answers", "supporting_ids")
-_TRAJECTORY = ("index", "error", "answer", "answer_score", "format_valid", "policy_versions", "advantage_raw")
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that do not make a character (yet)
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, each of which may be a token of its own
+# Columns that the page shows without change: of the group, of a trajectory, of a turn.
+_GROUP = (
+    "step",
+    "group",
+    "question_id",
+    "question",
+    "data_source",
+    "golden_answers",
+    "supporting_ids",
+)
+_TRAJECTORY = (
+    "index",
+    "error",
+    "answer",
+    "answer_score",
+    "format_valid",
+    "policy_versions",
+    "advantage_raw",
+)
 _TURN = (
-    *("kind", "stop_reason", "is_refused", "policy_versions", "advantage_raw", "advantage"),
-    *("correctness", "softened", "repeated", "found_silver"),
+    "kind",
+    "stop_reason",
+    "is_refused",
+    "policy_versions",
+    "advantage_raw",
+    "advantage",
+    "correctness",
+    "softened",
+    "repeated",
+    "found_silver",
 )
 
 
 class Pieces:
     """Cuts the text of token ids into one piece a token, with the tokenizer.json in `folder`.
 
-    Raises UserError if there is no such file, or it cannot be loaded.
+    Raises:
+        UserError: there is no such file, or it cannot be loaded.
     """
 
     def __init__(self, folder: Path):
@@ -60,17 +85,26 @@ class Pieces:
 
         A character that several tokens make belongs to the last of them; the others are empty.
         """
-        whole, lengths = self.text(ids), []
-        start = end = 0  # ids[start:end] have their pieces, and ids[start:] are decoded together
-        for place in range(1, len(ids) + 1):
-            before, after = self.text(ids[start:end]), self.text(ids[start:place])
-            is_open = after.endswith(_REPLACEMENT) and place - end < _LONGEST_CHARACTER
-            lengths.append(0 if is_open else max(0, len(after) - len(before)))
-            if not is_open:
-                start, end = end, place
-        # The last token has the rest: bytes that make no character.
-        bounds = [0, *accumulate(lengths[:-1]), len(whole)]
-        return [whole[start:end] for start, end in pairwise(bounds)] if ids else []
+        if not ids:
+            return []
+        lengths = []  # letters of each token's piece
+        # The tokens before `end` have their pieces. Those from `start` on are decoded together, because the
+        # text of a token may depend on the one before it.
+        start = 0
+        end = 0
+        for position in range(1, len(ids) + 1):
+            before = self.text(ids[start:end])
+            after = self.text(ids[start:position])
+            is_incomplete = after.endswith(_REPLACEMENT) and position - end < _LONGEST_CHARACTER
+            if is_incomplete:
+                lengths.append(0)
+            else:
+                lengths.append(max(0, len(after) - len(before)))
+                start = end
+                end = position
+        text = self.text(ids)
+        bounds = [0, *accumulate(lengths[:-1]), len(text)]  # the last token has the rest of the text
+        return [text[first:last] for first, last in pairwise(bounds)]
 
 
 def transcript(
@@ -80,17 +114,23 @@ def transcript(
     opening: str,
     actions: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Return a group in JSON's types: `rows` are all its trajectories, with all columns."""
-    first, facts, estimator = rows[0], _facts(rows, config), ESTIMATORS.get(config.name)
-    (group,), *_ = from_rows(rows, opening, actions)
-    words = WORDS.group(facts, config, first["silver"])
-    return {
-        **{name: first[name] for name in _GROUP},
-        "silver": dict(first["silver"]),
-        "prompt": pieces.text(first["prompt_ids"]),
-        "why": [line for line in words.splitlines() if line],
-        "is_judged": config.is_calibrated or (estimator is not None and estimator.judges),
-        "trajectories": [
+    """Return a group in JSON's types.
+
+    Args:
+        rows: all trajectories of the group, with all columns.
+        pieces: cuts the text of the run's tokens.
+        config: section `advantage` of the run's config.
+        opening: text before the first turn; see `opening_and_actions`.
+        actions: names of the run's actions.
+    """
+    first = rows[0]
+    facts = _facts(rows, config)
+    groups, *_ = from_rows(rows, opening, actions)
+    (group,) = groups
+    explanation = WORDS.group(facts, config, first["silver"])
+    trajectories = []
+    for row, trajectory in zip(rows, group.attempts, strict=True):
+        trajectories.append(
             {
                 **{name: row[name] for name in _TRAJECTORY},
                 "seconds": round(row["seconds"], 3),
@@ -98,73 +138,97 @@ def transcript(
                 "why": WORDS.trajectory(row, facts, format_flaw(trajectory)).strip(),
                 "turns": _turns(row, pieces, config, turn_flaws(trajectory)),
             }
-            for row, trajectory in zip(rows, group.attempts, strict=True)
-        ],
+        )
+    estimator = ESTIMATORS.get(config.name)
+    estimator_judges = estimator is not None and estimator.judges
+    return {
+        **{name: first[name] for name in _GROUP},
+        "silver": dict(first["silver"]),
+        "prompt": pieces.text(first["prompt_ids"]),
+        "why": [line for line in explanation.splitlines() if line],
+        "is_judged": config.is_calibrated or estimator_judges,
+        "trajectories": trajectories,
     }
 
 
 def _turns(
     row: RecordRow, pieces: Pieces, config: AdvantageConfig, flaws: Sequence[str]
 ) -> list[dict[str, Any]]:
+    """Return the turns of a trajectory; `flaws` has one for each."""
     turns: list[dict[str, Any]] = []
-    seen: set[str] = set()  # documents of earlier turns
-    silver, facts = dict(row["silver"]), {"variants": variant_keys(asdict(config))}
+    seen_ids: set[str] = set()  # documents of earlier turns
+    facts = {"variants": variant_keys(asdict(config))}
     last = last_filled([turn["token_ids"] for turn in row["turns"]])
-    for place, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
-        documents = [
-            {
-                **document,
-                "weight": silver.get(document["id"]),
-                "is_new": document["id"] in turn["found_silver"],
-                "is_seen": document["id"] in seen,
-                "is_supporting": document["id"] in row["supporting_ids"],
-            }
-            for document in turn["documents"]
-        ]
-        seen |= {document["id"] for document in documents}
+    for index, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
+        documents = [_document(document, row, turn, seen_ids) for document in turn["documents"]]
+        seen_ids |= {document["id"] for document in documents}
         turns.append(
             {
                 **{name: turn[name] for name in _TURN},
                 "ids": turn["token_ids"],
                 "pieces": pieces.pieces(turn["token_ids"]),
-                **{name: _rounded(turn[name]) for name in ("logprobs", "learner_logprobs")},
+                "logprobs": _rounded(turn["logprobs"]),
+                "learner_logprobs": _rounded(turn["learner_logprobs"]),
                 "observation": observation_parts(turn["observation_text"]),
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
-                # Empty where the group's words cover it.
-                "why": WORDS.turn(row, turn, place == last, facts, config).strip(),
+                # Empty where the explanation of the group covers the turn.
+                "why": WORDS.turn(row, turn, index == last, facts, config).strip(),
                 "flaw": flaw,
             }
         )
     return turns
 
 
+def _document(
+    document: RecordRow, row: RecordRow, turn: RecordRow, seen_ids: Collection[str]
+) -> dict[str, Any]:
+    """Return a document of a turn with its part in the credit; `seen_ids`: documents of earlier turns."""
+    name = document["id"]
+    silver = dict(row["silver"])
+    return {
+        **document,
+        "weight": silver.get(name),
+        "is_new": name in turn["found_silver"],
+        "is_seen": name in seen_ids,
+        "is_supporting": name in row["supporting_ids"],
+    }
+
+
 def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
-    """Round to four places; None for values that JSON lacks."""
+    """Round to four places; None for a value that is not finite, which JSON cannot express."""
     if values is None:
         return None
     return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
 def observation_parts(text: str) -> list[dict[str, Any]]:
-    """Return the observation in order, `{"text", "document"}`: a part shows a document (its place) or none.
+    """Split an observation into its documents and the text around them.
+
+    Returns:
+        The parts in order, each ``{"text", "document"}``: the index of the document that it shows, or None.
 
     Documents are located by the headers that the agent loop writes; no document can forge one
     (`tags.neutralise`). An observation that was cut may lack the last documents.
     """
-    before, *shown = re.split(r'(?=Doc \d+\(Title: ")', text)
-    parts: list[tuple[str, int | None]] = [(before, None)]
-    parts += [(document, place) for place, document in enumerate(shown)]
-    last, closing, after = parts[-1][0].rpartition(CLOSE_INFORMATION.strip())
-    if shown and closing:
-        parts[-1:] = [(last, len(shown) - 1), (closing + after, None)]
-    return [{"text": part, "document": place} for part, place in parts if part]
+    before, *documents = re.split(r'(?=Doc \d+\(Title: ")', text)
+    parts: list[dict[str, Any]] = [{"text": before, "document": None}]
+    for index, document in enumerate(documents):
+        parts.append({"text": document, "document": index})
+    if documents:
+        last_document, closing, after = documents[-1].rpartition(CLOSE_INFORMATION.strip())
+        if closing:
+            parts[-1]["text"] = last_document
+            parts.append({"text": closing + after, "document": None})
+    return [part for part in parts if part["text"]]
 
 
 def signed(value: float) -> str:
     """Format with three places, always with a sign, and a real minus: +0.500, −1.155, 0.000."""
     rounded = f"{value:+.3f}".replace("-", "−")
-    return "0.000" if rounded.strip("+−") == "0.000" else rounded
+    if rounded.strip("+−") == "0.000":
+        return "0.000"
+    return rounded
 
 
 def plain(value: float) -> str:
@@ -172,26 +236,43 @@ def plain(value: float) -> str:
     return f"{round(value, 3):g}".replace("-", "−")
 
 
-_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-_environment.globals["no_actions"] = NO_ACTIONS
-_environment.filters |= {"plain": plain, "signed": signed}
-_environment.filters["weight"] = lambda name, silver: silver.get(name, 0.0)
-_source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
-WORDS: Any = _environment.from_string(_source).module
+def _silver_weight(name: str, silver: Mapping[str, float]) -> float:
+    """Return the weight of a document in the silver set; 0 outside it."""
+    return silver.get(name, 0.0)
+
+
+def _load_words() -> Any:
+    """Return words.jinja as a module: its macros, as functions that write an explanation."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.globals["no_actions"] = NO_ACTIONS
+    environment.filters["plain"] = plain
+    environment.filters["signed"] = signed
+    environment.filters["weight"] = _silver_weight
+    source = Path(__file__).with_name("words.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source).module
+
+
+WORDS = _load_words()
 
 
 def _facts(group: Sequence[RecordRow], config: AdvantageConfig) -> dict[str, Any]:
-    """Return the numbers of a group that words.jinja tells."""
+    """Return the numbers of a group that words.jinja puts into sentences."""
     finished = [row for row in group if row["error"] is None]
     scores = np.array([row["answer_score"] for row in finished], np.float64)
     mean, std = mean_and_std(scores) if finished else (0.0, 0.0)
-    estimator = ESTIMATORS.get(config.estimator)  # before any calibration; None: a function of the run's own
-    differ = any(turn["advantage_raw"] != row["advantage_raw"] for row in group for turn in row["turns"])
-    sampled = [[turn for turn in row["turns"] if turn["token_ids"]] for row in finished]
-    answers = [turns[-1] for turns in sampled if turns]
-    positive, negative = positive_negative_sums(
-        [turn["advantage_raw"] * len(turn["token_ids"]) for turn in answers]
-    )
+    # The estimator before any calibration; None: a function of the run's own.
+    estimator = ESTIMATORS.get(config.estimator)
+    differ = False  # whether a turn's advantage is not that of its trajectory
+    for row in group:
+        if any(turn["advantage_raw"] != row["advantage_raw"] for turn in row["turns"]):
+            differ = True
+    answer_masses = []  # advantage × tokens of each answer turn: the last turn with sampled tokens
+    for row in finished:
+        sampled_turns = [turn for turn in row["turns"] if turn["token_ids"]]
+        if sampled_turns:
+            answer_turn = sampled_turns[-1]
+            answer_masses.append(answer_turn["advantage_raw"] * len(answer_turn["token_ids"]))
+    positive, negative = positive_negative_sums(answer_masses)
     settings = asdict(config)
     return {
         "name": config.estimator,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,62 +11,95 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from calibadv_jax.contrib.report.curves import Curve
 from calibadv_jax.contrib.report.draw import draw, place, themed_svg
-from calibadv_jax.contrib.report.gather import Chart, Curve, Gathered
+from calibadv_jax.contrib.report.gather import Chart, Gathered
 from calibadv_jax.contrib.report.runs import Run, compare
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.rollout_store.schema import short_name
 
+LAST_VALUES = 10  # values that `mean_of_last` averages
+
 
 def render(gathered: Gathered, port: int) -> str:
-    """Return the whole page, whose points lead to the `port` of ``calibadv inspect``."""
-    series = gathered.series
-    runs = [run for each in series for run in each.runs]
-    settings = compare(series)
+    """Return the whole page.
+
+    Args:
+        gathered: the charts.
+        port: port of ``calibadv inspect``, to which the points of the charts lead.
+    """
+    runs = [run for series in gathered.series for run in series.runs]
+    order = [series.name for series in gathered.series]
+    settings = compare(gathered.series)
+    different = []
+    for key, values_by_series in settings.items():
+        distinct_values = {value for values in values_by_series for value in values}
+        if len(distinct_values) > 1:
+            different.append(key)
     evaluations = [(run.name, row) for run in runs for row in run.evaluations]
-    order = [each.name for each in series]
+    # Names of the scores of all evaluations, each once.
+    scores = dict.fromkeys(name for _, row in evaluations for name in row.cells)
+    has_rewards = any(run.values("reward/mean") for run in runs)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.filters |= {"number": number, "duration": duration}
-    environment.globals |= {"mean_of_last": mean_of_last}
+    environment.filters["number"] = number
+    environment.filters["duration"] = duration
+    environment.globals["mean_of_last"] = mean_of_last
     return environment.get_template("page.html").render(
-        series=series,
+        series=gathered.series,
         runs=runs,
-        score="reward/mean" if any(run.values("reward/mean") for run in runs) else "sft/loss",
-        inspect={"port": port, "runs": [_kept(run) for run in runs if run.rollouts]},
+        score="reward/mean" if has_rewards else "sft/loss",
+        inspect={"port": port, "runs": [_inspected(run) for run in runs if run.rollouts]},
         gathered=gathered,
         drawings={chart.figure.key: _drawn(chart, order) for chart in gathered.charts},
         evaluations=sorted(evaluations, key=lambda pair: pair[1].questions),
-        scores=dict.fromkeys(name for _, row in evaluations for name in row.cells),
+        scores=scores,
         settings=settings,
-        different=[key for key, values in settings.items() if len({*chain.from_iterable(values)}) > 1],
+        different=different,
     )
 
 
 def mean_of_last(values: Mapping[int, float | None]) -> float | None:
-    last = [value for _, value in sorted(values.items()) if value is not None][-10:]
+    """Return the mean of the last finite values; None where there is none."""
+    finite = [value for _, value in sorted(values.items()) if value is not None]
+    last = finite[-LAST_VALUES:]
     return sum(last) / len(last) if last else None
 
 
 def _drawn(chart: Chart, order: Sequence[str]) -> dict[str, Any]:
     """Return the drawing, the rows of its table, and the values that the page's script reads."""
-    title, drawing, numbers = chart.figure.title, draw(chart, order), []
+    title = chart.figure.title
+    numbers = []
     for panel in chart.panels:
         for curve in panel.curves:
             finite = curve.mean[np.isfinite(curve.mean)].tolist()
-            ends = [number(value) for value in (finite[0], finite[-1], min(finite), max(finite))]
             name = ", ".join(part for part in (panel.title, curve.name) if part)
-            numbers.append([name or title, *ends])
-    svg = Markup(themed_svg(drawing, chart.figure.key, f"{title} by step"))  # which also lays the panels out
-    data = [
-        {"title": panel.title, **place(drawing, axes), "curves": list(map(_points, panel.curves))}
-        for axes, panel in zip(drawing.axes, chart.panels, strict=True)
-    ]
+            numbers.append(
+                [
+                    name or title,
+                    number(finite[0]),
+                    number(finite[-1]),
+                    number(min(finite)),
+                    number(max(finite)),
+                ]
+            )
+    drawing = draw(chart, order)
+    # Saving the drawing also lays the panels out, which `place` needs.
+    svg = Markup(themed_svg(drawing, chart.figure.key, f"{title} by step"))
+    data = []
+    for axes, panel in zip(drawing.axes, chart.panels, strict=True):
+        curves = [_points(curve) for curve in panel.curves]
+        data.append({"title": panel.title, **place(drawing, axes), "curves": curves})
     return {"svg": svg, "numbers": numbers, "data": data}
 
 
-def _kept(run: Run) -> dict[str, Any]:
-    name, command = short_name(run.folder), f"calibadv inspect {shlex.quote(str(run.folder))}"
-    return {"label": run.name, "name": name, "command": command, "steps": sorted(run.rollouts)}
+def _inspected(run: Run) -> dict[str, Any]:
+    """Return what the page's script needs to open a kept step of a run in ``calibadv inspect``."""
+    return {
+        "label": run.name,
+        "name": short_name(run.folder),
+        "command": f"calibadv inspect {shlex.quote(str(run.folder))}",
+        "steps": sorted(run.rollouts),
+    }
 
 
 def _points(curve: Curve) -> dict[str, Any]:

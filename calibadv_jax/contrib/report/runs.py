@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.rollout_store.schema import kept_steps
 
 MAX_SERIES = 8  # curves of one chart that can be told apart
-IGNORED = marked(Mark.PER_RUN)  # keys that two runs of one experiment may have different
+IGNORED = marked(Mark.PER_RUN)  # keys whose values may differ between runs of one experiment
 LONGEST_NAME = 22  # letters of a curve's name
 
 
@@ -29,9 +28,9 @@ LONGEST_NAME = 22  # letters of a curve's name
 class EvaluationRow:
     """Scores of one evaluation on one group of questions."""
 
-    title: str  # of the evaluation
+    title: str  # name of the evaluation
     questions: str  # such as "temperature 0, all"
-    confidence: float | None  # of the intervals; None: there are none
+    confidence: float | None  # coverage of the intervals; None: there are none
     cells: dict[str, str]  # metric -> ``0.512 [0.470, 0.554]``; counts are whole numbers
 
 
@@ -60,30 +59,53 @@ class Run:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read the folders, in the order given; each must be a run with metrics."""
     resolved = [folder.resolve() for folder in folders]
-    if twice := [folder for folder in resolved if resolved.count(folder) > 1]:
-        raise UserError(f"{twice[0]}: named twice; name every run once")
+    for folder in resolved:
+        if resolved.count(folder) > 1:
+            raise UserError(f"{folder}: named twice; name every run once")
     common = os.path.commonpath([folder.parent for folder in resolved]) if resolved else ""
     return [_read(folder, str(folder.relative_to(common))) for folder in resolved]
 
 
 def _read(folder: Path, name: str) -> Run:
-    path, start = folder / "metrics.jsonl", newest_start(folder)
+    path = folder / "metrics.jsonl"
+    start = newest_start(folder)
     if not path.is_file() and start is None:
         raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; give the run.dir of a run")
-    # A resumed run may write a step again; the later row is the one that the policy went on from.
-    rows = {row["step"]: row for row in read_metrics(path)} if path.is_file() else {}
+    rows: dict[int, dict[str, Any]] = {}
+    if path.is_file():
+        for row in read_metrics(path):
+            # A resumed run may write a step again; the later row is the one that the policy went on from.
+            rows[row["step"]] = row
     if not rows:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
-    config, identity = (start.config, start.identity) if start else ({}, {})
-    evaluations = read_evaluations(folder, (config.get("evaluate") or {}).get("output"))
-    rollouts = {step: path for step, path in kept_steps(folder).items() if step in rows}  # none rolled back
-    rows, starts = dict(sorted(rows.items())), len(start_files(folder))
-    return Run(folder, name, rows, config, identity, starts, evaluations, rollouts)
+    config = start.config if start else {}
+    evaluation_section = config.get("evaluate") or {}
+    # Steps without metrics were rolled back.
+    rollouts = {step: file for step, file in kept_steps(folder).items() if step in rows}
+    return Run(
+        folder,
+        name,
+        rows=dict(sorted(rows.items())),
+        config=config,
+        identity=start.identity if start else {},
+        num_starts=len(start_files(folder)),
+        evaluations=read_evaluations(folder, evaluation_section.get("output")),
+        rollouts=rollouts,
+    )
 
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:
-    """Read the evaluations of a run, `output` (evaluate.output) too; UserError if one is damaged."""
-    paths = sorted(folder.glob("evaluation*.json"), reverse=True)  # evaluation_before, then evaluation_after
+    """Read the evaluations of a run.
+
+    Args:
+        folder: the run's folder.
+        output: file of a further evaluation (evaluate.output), if it is there.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    # In reverse order evaluation_before comes before evaluation_after.
+    paths = sorted(folder.glob("evaluation*.json"), reverse=True)
     if output and Path(output).is_file():
         paths.append(Path(output))
     rows: list[EvaluationRow] = []
@@ -95,13 +117,16 @@ def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:
 
 
 def _evaluation_rows(title: str, report: dict[str, Any]) -> list[EvaluationRow]:
-    if (method := report.get("method", "agent")) != "agent":
+    method = report.get("method", "agent")
+    if method != "agent":
         title += f" ({method})"
     rows = []
     for temperature, sources in report["scores"].items():
         for source, means in sources.items():
             intervals = report["intervals"].get(temperature, {}).get(source, {})
-            cells = {name: f"{mean:.0f}" if name in COUNTS else f"{mean:.3f}" for name, mean in means.items()}
+            cells = {}
+            for name, mean in means.items():
+                cells[name] = f"{mean:.0f}" if name in COUNTS else f"{mean:.3f}"
             for name, (low, high) in intervals.items():
                 cells[name] += f" [{low:.3f}, {high:.3f}]"
             confidence = report["confidence"] if intervals else None
@@ -122,38 +147,53 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
-        flat |= flatten(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{key}."))
+        else:
+            flat[key] = value
     return flat
 
 
 def group_runs(runs: Sequence[Run]) -> list[Series]:
     """Put runs of the same config together, in the order of the first of each, named by what differs."""
-    members: dict[Any, list[Run]] = {}
+    runs_by_experiment: dict[Any, list[Run]] = {}
     for run in runs:
-        members.setdefault(frozenset(_experiment(run).items()) if run.config else run.folder, []).append(run)
-    groups = [tuple(group) for group in members.values()]
+        # A run without a config is an experiment of its own.
+        experiment = frozenset(_experiment(run).items()) if run.config else run.folder
+        runs_by_experiment.setdefault(experiment, []).append(run)
+    groups = [tuple(members) for members in runs_by_experiment.values()]
     if len(groups) > MAX_SERIES:
-        advice = "give fewer runs (runs that differ in run.seed only are one curve)"
-        raise UserError(f"{len(groups)} different configs, but a chart can show {MAX_SERIES}; {advice}")
-    return list(map(Series, _series_names(groups), groups))
+        raise UserError(
+            f"{len(groups)} different configs, but a chart can show {MAX_SERIES}; give fewer runs (runs that"
+            " differ in run.seed only are one curve)"
+        )
+    return [Series(name, members) for name, members in zip(_series_names(groups), groups, strict=True)]
 
 
 def compare(series: Sequence[Series]) -> dict[str, list[list[str]]]:
     """Return key -> the different values of each series' runs, for every key of every config."""
-    configs = [[_relative(run) for run in each.runs] for each in series]
-    settings = {}
-    for key in dict.fromkeys(chain.from_iterable(chain.from_iterable(configs))):
-        by_series = [[config.get(key, "-") for config in run_configs] for run_configs in configs]
-        settings[key] = [list(dict.fromkeys(values)) for values in by_series]
+    configs_by_series = [[_relative(run) for run in group.runs] for group in series]
+    keys: dict[str, None] = {}  # as an ordered set
+    for configs in configs_by_series:
+        for config in configs:
+            keys.update(dict.fromkeys(config))
+    settings: dict[str, list[list[str]]] = {}
+    for key in keys:
+        settings[key] = []
+        for configs in configs_by_series:
+            values = [config.get(key, "-") for config in configs]
+            settings[key].append(list(dict.fromkeys(values)))
     return settings
 
 
 def _experiment(run: Run) -> dict[str, str]:
     """Return the settings that two runs must share to be seeds of one experiment."""
     settings = {key: text for key, text in _relative(run).items() if not among(IGNORED, key)}
-    # A generated world has a seed of its own, and other questions and words with it.
-    hashes = ("policy.config",) if run.setting("world.dir") else run.identity
-    return settings | {name: run.identity[name] for name in hashes if name in run.identity}
+    hashes = dict(run.identity)
+    if run.setting("world.dir"):
+        # Each run generates a world with a seed of its own, so only the policy's shape must be the same.
+        hashes = {name: value for name, value in hashes.items() if name == "policy.config"}
+    return settings | hashes
 
 
 def _relative(run: Run) -> dict[str, str]:
@@ -167,14 +207,19 @@ def _series_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     if len(groups) == 1 and len(groups[0]) > 1:
         return [f"{len(groups[0])} runs"]
     experiments = [_experiment(runs[0]) for runs in groups]
-    keys = dict.fromkeys(chain.from_iterable(experiments))
+    keys = dict.fromkeys(key for experiment in experiments for key in experiment)  # each once, in order
     differing = [key for key in keys if len({experiment.get(key) for experiment in experiments}) > 1]
     if len(differing) == 1:
-        label = "" if differing == ["advantage.name"] else f"{differing[0].split('.')[-1]} "
-        names = [f"{label}{experiment.get(differing[0], '-')}" for experiment in experiments]
-        if max(map(len, names)) <= LONGEST_NAME:
+        key = differing[0]
+        label = "" if key == "advantage.name" else f"{key.split('.')[-1]} "
+        names = [f"{label}{experiment.get(key, '-')}" for experiment in experiments]
+        if max(len(name) for name in names) <= LONGEST_NAME:
             return names
-    return [runs[0].name if len(runs) == 1 else f"{runs[0].name} +{len(runs) - 1}" for runs in groups]
+    names = []
+    for runs in groups:
+        others = f" +{len(runs) - 1}" if len(runs) > 1 else ""
+        names.append(f"{runs[0].name}{others}")
+    return names
 
 
 def _as_text(value: Any) -> str:
