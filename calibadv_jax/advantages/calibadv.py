@@ -21,8 +21,8 @@ from calibadv_jax.advantages.credit import (
     answer_turn_sums,
     last_sampled_turn,
     positive_negative_sums,
+    rebalance_factors,
     search_turns,
-    side_factors,
 )
 from calibadv_jax.core.trajectory import Group, Trajectory, Turn
 
@@ -74,7 +74,7 @@ def _soften(credit: GroupCredit) -> GroupCredit:
 
 def _rebalance(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
     """Rescale one side of the answer turns until |negative| / positive sum over their tokens is λ."""
-    factors = side_factors(*answer_turn_sums(credit.group, credit.answer_advantages()), config)
+    factors = rebalance_factors(*answer_turn_sums(credit.group, credit.answer_advantages()), config)
     turns = [advantages.copy() for advantages in credit.turns]
     for trajectory, advantages in zip(credit.group.trajectories, turns, strict=True):
         if (answer := last_sampled_turn(trajectory)) is not None:
@@ -245,7 +245,7 @@ def _balanced(values: Sequence[float], tokens: Sequence[int], config: AdvantageC
         return list(values)
     if config.rebalance_by == "tokens" and positive and negative:
         positive, negative = sides(np.sign(values).tolist())
-    factors = side_factors(positive, negative, config)
+    factors = rebalance_factors(positive, negative, config)
     return [value * factors[0 if value > 0 else 1] for value in values]
 
 

@@ -30,8 +30,8 @@ from calibadv_jax.advantages.credit import (
     credit_of,
     sampled_turns,
     search_turns,
-    summarise,
 )
+from calibadv_jax.advantages.step_metrics import advantage_metrics
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Trajectory
@@ -488,7 +488,7 @@ class AdvantageResult:
 
     advantages: list[list[np.ndarray]]  # float32 [T] like `Trajectory.response_ids`; 0 on observation tokens
     credits: list[GroupCredit]  # the same by turn, with correctness and silver documents
-    metrics: dict[str, float]  # see `credit.summarise`
+    metrics: dict[str, float]  # see `step_metrics.advantage_metrics`
 
 
 def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> AdvantageResult:
@@ -513,7 +513,9 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
             estimated = calibrate(estimated, config)
         for number, credit in zip(compared, estimated, strict=True):
             credits[number] = credit
-    return AdvantageResult([broadcast_to_tokens(credit) for credit in credits], credits, summarise(credits))
+    return AdvantageResult(
+        [broadcast_to_tokens(credit) for credit in credits], credits, advantage_metrics(credits)
+    )
 
 
 def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
