@@ -262,7 +262,8 @@ def _soften_variant(credit: GroupCredit, softening: str) -> GroupCredit:
         for position, index in _always_correct_searches(credit):
             turns[position][index] = min(0.0, turns[position][index])
         return replace(credit, turns=turns)
-    best = max((float(advantages.max()) for advantages in credit.before if len(advantages)), default=0.0)
+    largest_advantages = [float(advantages.max()) for advantages in credit.before if len(advantages)]
+    best = max(largest_advantages, default=0.0)
     columns = zip(turns, credit.before, credit.softened, credit.correctness, strict=True)
     for advantages, before, softened, correctness in columns:  # each [K]
         if softening == "aggressive":
@@ -297,21 +298,23 @@ class _BalancedTurn:
 
 def _rebalance_variant(credits: Sequence[GroupCredit], config: AdvantageConfig) -> list[GroupCredit]:
     """Bring each set of turns that are balanced together to the target ratio."""
-    rebalanced = [
-        replace(credit, turns=[advantages.copy() for advantages in credit.turns]) for credit in credits
-    ]
+    rebalanced = []  # credit whose advantages are changed in place
+    for credit in credits:
+        turns = [advantages.copy() for advantages in credit.turns]
+        rebalanced.append(replace(credit, turns=turns))
     # Number of the group (0 for all if the step is balanced together) and of the set -> the set's turns.
     balanced_sets: dict[tuple[int, int], list[_BalancedTurn]] = {}
     for number, credit in enumerate(rebalanced):
         group_number = number if config.rebalance_within == "group" else 0
         for trajectory, advantages in zip(credit.group.trajectories, credit.turns, strict=True):
             for index, set_number in _set_numbers(trajectory, config.rebalance_over).items():
-                turn = _BalancedTurn(advantages, index, len(trajectory.turns[index].token_ids))
+                num_tokens = len(trajectory.turns[index].token_ids)
+                turn = _BalancedTurn(advantages, index, num_tokens)
                 balanced_sets.setdefault((group_number, set_number), []).append(turn)
-    for turns in balanced_sets.values():
-        values = [float(turn.advantages[turn.index]) for turn in turns]
-        num_tokens = [turn.num_tokens for turn in turns]
-        for turn, value in zip(turns, _balanced(values, num_tokens, config), strict=True):
+    for balanced_turns in balanced_sets.values():
+        values = [float(turn.advantages[turn.index]) for turn in balanced_turns]
+        balanced = _balanced(values, [turn.num_tokens for turn in balanced_turns], config)
+        for turn, value in zip(balanced_turns, balanced, strict=True):
             turn.advantages[turn.index] = value
     return rebalanced
 
@@ -351,7 +354,8 @@ def _balanced(values: Sequence[float], num_tokens: Sequence[int], config: Advant
 
 
 def _sums_over_tokens(values: Sequence[float], num_tokens: Sequence[int]) -> tuple[float, float]:
-    return positive_negative_sums([value * count for value, count in zip(values, num_tokens, strict=True)])
+    token_sums = [value * count for value, count in zip(values, num_tokens, strict=True)]
+    return positive_negative_sums(token_sums)
 
 
 def _clipped(
@@ -359,10 +363,13 @@ def _clipped(
 ) -> list[float]:
     """Raise the advantages below -target_ratio × the mean positive advantage of a token to that limit.
 
-    `positive` is the sum of the positive advantages over tokens. Nothing is clipped if no token has a positive
-    advantage.
+    `positive` is the sum of the positive advantages over tokens. If no token has a positive advantage,
+    nothing is clipped.
     """
-    num_positive = sum(count for value, count in zip(values, num_tokens, strict=True) if value > 0)
+    num_positive = 0  # tokens with a positive advantage
+    for value, count in zip(values, num_tokens, strict=True):
+        if value > 0:
+            num_positive += count
     if num_positive == 0:
         return list(values)
     limit = -target_ratio * positive / num_positive

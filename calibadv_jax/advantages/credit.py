@@ -110,7 +110,10 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
 
 def _turn_means(advantage: ByToken) -> np.ndarray:
     """Return the mean advantage of the tokens of each turn, float64 [K]; 0 for a turn without tokens."""
-    return np.array([math.fsum(tokens) / max(1, len(tokens)) for tokens in advantage.turns])
+    means = []
+    for tokens in advantage.turns:
+        means.append(math.fsum(tokens) / max(1, len(tokens)))
+    return np.array(means)
 
 
 # --- Turns ---
