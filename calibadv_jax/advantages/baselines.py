@@ -82,13 +82,15 @@ def scored_group(group: Group) -> ScoredGroup:
     Raises:
         ValueError: if a score is not finite.
     """
-    scores = np.array([trajectory.answer_score for trajectory in group.trajectories], np.float64)
+    trajectories = group.trajectories
+    scores = np.array([trajectory.answer_score for trajectory in trajectories], np.float64)
     if not np.isfinite(scores).all():
         raise ValueError(f"question {group.question.id!r}: answer scores {scores.tolist()} are not finite")
     num_tokens = []
-    for trajectory in group.trajectories:
+    for trajectory in trajectories:
         num_tokens.append(sum(len(turn.token_ids) for turn in trajectory.turns))
-    return ScoredGroup(scores, np.array(num_tokens, np.int64), group.trajectories[0].max_score)
+    tokens = np.array(num_tokens, np.int64)
+    return ScoredGroup(scores, tokens, trajectories[0].max_score)
 
 
 # --- Statistics ---
@@ -117,8 +119,10 @@ def mean_and_std(scores: np.ndarray) -> tuple[float, float]:
         return 0.0, 1.0
     if is_tied(scores):
         return float(scores[0]), 0.0
-    mean = math.fsum(scores) / len(scores)
-    variance = math.fsum((scores - mean) ** 2) / (len(scores) - 1)
+    count = len(scores)
+    mean = math.fsum(scores) / count
+    squares = (scores - mean) ** 2
+    variance = math.fsum(squares) / (count - 1)
     return mean, math.sqrt(variance)
 
 
@@ -141,8 +145,10 @@ def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[n
     if len(distinct) < 2:
         return [np.zeros(len(array)) for array in values]
     mean = math.fsum(weights * joined) / total
-    variance = math.fsum(weights * (joined - mean) ** 2) / (total - 1)
-    return [(array - mean) / math.sqrt(variance + _VARIANCE_EPSILON) for array in values]
+    squares = weights * (joined - mean) ** 2
+    variance = math.fsum(squares) / (total - 1)
+    divisor = math.sqrt(variance + _VARIANCE_EPSILON)
+    return [(array - mean) / divisor for array in values]
 
 
 # --- Baselines ---
@@ -227,7 +233,8 @@ def near_misses_as_mean(group: ScoredGroup, config: AdvantageConfig) -> np.ndarr
 
 def _is_near_miss(group: ScoredGroup, centred: np.ndarray, config: AdvantageConfig) -> np.ndarray:
     """Return bool [G], given the scores less the group's mean."""
-    return (centred < 0) & (group.scores / group.max_score >= config.score_threshold)
+    relative_scores = group.scores / group.max_score
+    return (centred < 0) & (relative_scores >= config.score_threshold)
 
 
 # --- Normalizers ---
@@ -269,7 +276,8 @@ def divide_by_nonzero_share(
         For each group float64 [G].
     """
     scores = np.concatenate([group.scores for group in groups])
-    factor = len(scores) / max(1, int(np.count_nonzero(scores)))
+    num_nonzero = int(np.count_nonzero(scores))
+    factor = len(scores) / max(1, num_nonzero)
     return [values * factor for values in centred]
 
 

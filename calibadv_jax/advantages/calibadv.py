@@ -83,7 +83,8 @@ def _soften(credit: GroupCredit) -> GroupCredit:
         answer = last_sampled_turn(trajectory) or 0
         is_before_answer = np.arange(len(advantages)) < answer
         is_softened = is_before_answer & (advantages < 0) & (correctness > 0)
-        turns.append(np.where(is_softened, advantages * (1 - correctness), advantages))
+        scaled = advantages * (1 - correctness)
+        turns.append(np.where(is_softened, scaled, advantages))
         softened.append(is_softened)
     return replace(credit, turns=turns, softened=softened)
 
@@ -130,7 +131,8 @@ def judge(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
     found_silver = []
     for trajectory in credit.group.trajectories:
         judgements = judge_turns(trajectory, silver, config.correctness)
-        correctness.append(np.array([judgement.correctness for judgement in judgements], np.float64))
+        values = [judgement.correctness for judgement in judgements]
+        correctness.append(np.array(values, np.float64))
         repeated.append([judgement.repeated for judgement in judgements])
         found_silver.append([judgement.found_silver for judgement in judgements])
     return replace(
@@ -267,9 +269,11 @@ def _soften_variant(credit: GroupCredit, softening: str) -> GroupCredit:
     columns = zip(turns, credit.before, credit.softened, credit.correctness, strict=True)
     for advantages, before, softened, correctness in columns:  # each [K]
         if softening == "aggressive":
-            advantages[softened & (advantages < 0) & (correctness >= _AGGRESSIVE_CORRECTNESS)] = 0
+            is_correct = correctness >= _AGGRESSIVE_CORRECTNESS
+            advantages[softened & (advantages < 0) & is_correct] = 0
         elif softening == "upper_limit":
-            advantages[softened] = (before + (best - before) * correctness)[softened]
+            moved = before + (best - before) * correctness
+            advantages[softened] = moved[softened]
     return replace(credit, turns=turns)
 
 
@@ -385,7 +389,10 @@ def variant_keys(settings: Mapping[str, Any]) -> list[str]:
     Args:
         settings: the section's keys and values. A missing key counts as having the paper's value.
     """
-    keys = [key for key, value in _PAPER_SETTINGS.items() if settings.get(key, value) != value]
+    keys = []
+    for key, value in _PAPER_SETTINGS.items():
+        if settings.get(key, value) != value:
+            keys.append(key)
     if settings.get("adjust") == "clip":
         keys.append("adjust")
     return keys

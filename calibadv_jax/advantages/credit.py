@@ -76,23 +76,19 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     Raises:
         ValueError: if the number of entries or of their values is wrong, or a value is not finite.
     """
-    if len(estimate) != len(group.trajectories):
-        raise ValueError(f"{len(estimate)} advantages for {len(group.trajectories)} trajectories")
+    trajectories = group.trajectories
+    if len(estimate) != len(trajectories):
+        raise ValueError(f"{len(estimate)} advantages for {len(trajectories)} trajectories")
     raw = np.zeros(len(estimate))  # float64 [G]
     before = []
     offsets = []
-    for position, (trajectory, advantage) in enumerate(zip(group.trajectories, estimate, strict=True)):
-        num_turns = len(trajectory.turns)
+    pairs = zip(trajectories, estimate, strict=True)
+    for position, (trajectory, advantage) in enumerate(pairs):
+        values = _checked_values(trajectory, advantage)
         if isinstance(advantage, ByToken):
-            values = _turn_means(advantage)
-            offsets.append([tokens - mean for tokens, mean in zip(advantage.turns, values, strict=True)])
-        else:
-            values = np.asarray(advantage, np.float64)
-        if values.shape not in ((), (num_turns,)):
-            raise ValueError(f"advantages of shape {values.shape} for a trajectory of {num_turns} turns")
-        if not np.isfinite(values).all():
-            raise ValueError(f"advantage {values.tolist()} is not finite")
-        before.append(np.full(num_turns, values))
+            turns = zip(advantage.turns, values, strict=True)
+            offsets.append([tokens - mean for tokens, mean in turns])
+        before.append(np.full(len(trajectory.turns), values))
         last = last_sampled_turn(trajectory)
         if values.ndim == 0:
             raw[position] = values
@@ -108,9 +104,21 @@ def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | n
     )
 
 
-def _turn_means(advantage: ByToken) -> np.ndarray:
-    """Return the mean advantage of the tokens of each turn, float64 [K]; 0 for a turn without tokens."""
-    means = []
+def _checked_values(trajectory: Trajectory, advantage: float | np.ndarray | ByToken) -> np.ndarray:
+    """Return a trajectory's advantage as float64 [] or, with one number for each turn, float64 [K]."""
+    values = _values(advantage)
+    num_turns = len(trajectory.turns)
+    if values.shape not in ((), (num_turns,)):
+        raise ValueError(f"advantages of shape {values.shape} for a trajectory of {num_turns} turns")
+    if not np.isfinite(values).all():
+        raise ValueError(f"advantage {values.tolist()} is not finite")
+    return values
+
+
+def _values(advantage: float | np.ndarray | ByToken) -> np.ndarray:
+    if not isinstance(advantage, ByToken):
+        return np.asarray(advantage, np.float64)
+    means = []  # of the tokens of each turn; 0 for a turn without tokens
     for tokens in advantage.turns:
         means.append(math.fsum(tokens) / max(1, len(tokens)))
     return np.array(means)
@@ -177,13 +185,14 @@ def broadcast_to_tokens(credit: GroupCredit) -> list[np.ndarray]:
         For each trajectory float32 [T], parallel to its `response_ids`; 0 on observation tokens.
     """
     advantages = []
-    for position, (trajectory, turns) in enumerate(zip(credit.group.trajectories, credit.turns, strict=True)):
+    pairs = zip(credit.group.trajectories, credit.turns, strict=True)
+    for position, (trajectory, turns) in enumerate(pairs):
         segments = [np.zeros(0)]  # sampled tokens and observation of each turn, in order
         for index, turn in enumerate(trajectory.turns):
-            # Adding 0.0 turns -0.0 into 0.0.
-            offsets = credit.offsets[position][index] if credit.offsets else 0.0
-            sampled = np.full(len(turn.token_ids), turns[index]) + offsets
-            segments.append(sampled)
+            sampled = np.full(len(turn.token_ids), turns[index])
+            # The sum with 0.0 turns -0.0 into 0.0.
+            offset = credit.offsets[position][index] if credit.offsets else 0.0
+            segments.append(sampled + offset)
             segments.append(np.zeros(len(turn.observation_ids)))
         advantages.append(np.concatenate(segments).astype(np.float32))
     return advantages

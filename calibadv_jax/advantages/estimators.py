@@ -263,7 +263,8 @@ def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageCo
 
 
 def _estimated_credit(groups: Sequence[Group], estimate: Estimate) -> list[GroupCredit]:
-    return [credit_of(group, advantages) for group, advantages in zip(groups, estimate, strict=True)]
+    pairs = zip(groups, estimate, strict=True)
+    return [credit_of(group, advantages) for group, advantages in pairs]
 
 
 # --- Description ---

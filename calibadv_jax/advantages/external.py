@@ -105,9 +105,10 @@ def turn_advantages(
     Raises:
         UserError: if the estimator is unknown or needs more than the records hold, or a score is not finite.
     """
-    usable = [
-        name for name, estimator in ESTIMATORS.items() if not estimator.needs and name not in _NEED_TEXTS
-    ]
+    usable = []
+    for name, estimator in ESTIMATORS.items():
+        if not estimator.needs and name not in _NEED_TEXTS:
+            usable.append(name)
     if settings.estimator not in usable:
         raise UserError(
             f"estimator {settings.estimator!r} cannot be computed from plain values;"

@@ -42,7 +42,8 @@ def gae(groups: Sequence[Group], config: AdvantageConfig) -> list[list[ByToken]]
         for trajectory in group.trajectories:
             trajectory_advantages, _ = gae_and_returns(trajectory, config)
             advantages.append(trajectory_advantages)
-    whitened = whiten(advantages, [np.ones(len(tokens), int) for tokens in advantages])
+    counts = [np.ones(len(tokens), int) for tokens in advantages]  # each token counts once
+    whitened = whiten(advantages, counts)
     estimate = []
     start = 0
     for group in groups:

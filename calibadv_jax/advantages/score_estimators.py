@@ -54,7 +54,7 @@ def grpo_neutral(groups: Sequence[Group], config: AdvantageConfig) -> GroupValue
     """Return GRPO's advantages, where near misses count as wrong: A = (s' - mean) / (std + 1e-6).
 
     s' is 0 for a near miss (s < mean, and s at least `advantage.score_threshold` of the largest answer
-    reward), else s. By CalibAdv's authors (github.com/wujwyi/CalibAdv, `algorithm.neutral`).
+    reward), else s. By CalibAdv's authors (github.com/wujwyi/CalibAdv, key `neutral` of `algorithm`).
     """
     return estimate_from_scores(groups, config, near_misses_as_wrong, normalize_by_std)
 
@@ -63,7 +63,7 @@ def grpo_acceptable(groups: Sequence[Group], config: AdvantageConfig) -> GroupVa
     """Return GRPO's advantages, and 0 for near misses: A = (s' - mean) / (std + 1e-6).
 
     s' is the mean for a near miss (as in `grpo_neutral`), else s. By CalibAdv's authors
-    (github.com/wujwyi/CalibAdv, `algorithm.acceptable_mask`).
+    (github.com/wujwyi/CalibAdv, key `acceptable_mask` of `algorithm`).
     """
     return estimate_from_scores(groups, config, near_misses_as_mean, normalize_by_std)
 

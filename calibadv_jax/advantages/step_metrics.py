@@ -43,14 +43,22 @@ def _add_mean(metrics: dict[str, float], name: str, values: Sequence[float] | np
 
 def _group_metrics(credits: Sequence[GroupCredit]) -> dict[str, float]:
     groups = [credit.group.trajectories for credit in credits if credit.group.trajectories]
-    scores = [np.array([trajectory.relative_score for trajectory in group]) for group in groups]
-    sums_before = [answer_turn_sums(credit.group, credit.raw.tolist()) for credit in credits]
-    sums_after = [answer_turn_sums(credit.group, credit.answer_advantages()) for credit in credits]
-    silver_sizes = [len(credit.silver) for credit in credits]
+    is_all_wrong = []
+    is_all_right = []
+    for group in groups:
+        scores = [trajectory.relative_score for trajectory in group]
+        is_all_wrong.append(all(score == 0 for score in scores))
+        is_all_right.append(all(score >= 1 for score in scores))
+    sums_before = []
+    sums_after = []
+    for credit in credits:
+        sums_before.append(answer_turn_sums(credit.group, credit.raw.tolist()))
+        sums_after.append(answer_turn_sums(credit.group, credit.answer_advantages()))
     is_one_sided = [(positive == 0) != (negative == 0) for positive, negative in sums_before]
+    silver_sizes = [len(credit.silver) for credit in credits]
     metrics: dict[str, float] = {}
-    _add_mean(metrics, "groups/all_wrong_share", [bool(np.all(group == 0)) for group in scores])
-    _add_mean(metrics, "groups/all_right_share", [bool(np.all(group >= 1)) for group in scores])
+    _add_mean(metrics, "groups/all_wrong_share", is_all_wrong)
+    _add_mean(metrics, "groups/all_right_share", is_all_right)
     _add_mean(metrics, "groups/one_sided_share", is_one_sided)
     _add_mean(metrics, "silver/group_share", [size > 0 for size in silver_sizes])
     _add_mean(metrics, "silver/size_mean", [size for size in silver_sizes if size])
@@ -148,8 +156,10 @@ def _add_token_counts(
     metrics: dict[str, float], place: str, turns: _TurnColumns, is_counted: np.ndarray
 ) -> None:
     """Add the numbers of sampled tokens with a positive and with a negative advantage."""
-    metrics[f"tokens/{place}_positive"] = float(turns.num_tokens[is_counted & (turns.after > 0)].sum())
-    metrics[f"tokens/{place}_negative"] = float(turns.num_tokens[is_counted & (turns.after < 0)].sum())
+    is_positive = is_counted & (turns.after > 0)
+    is_negative = is_counted & (turns.after < 0)
+    metrics[f"tokens/{place}_positive"] = float(turns.num_tokens[is_positive].sum())
+    metrics[f"tokens/{place}_negative"] = float(turns.num_tokens[is_negative].sum())
 
 
 def _negative_search_sum(turns: _TurnColumns, advantages: np.ndarray) -> float:

@@ -89,7 +89,8 @@ def normalize_by_turn_index(values: ByTurn, config: AdvantageConfig) -> ByTurn:
     Returns:
         For each trajectory float64 [n].
     """
-    return normalize_by_label(values, [range(len(turns)) for turns in values], config)
+    turn_numbers = [range(len(turns)) for turns in values]
+    return normalize_by_label(values, turn_numbers, config)
 
 
 def add_to_grpo(groups: Sequence[Group], config: AdvantageConfig, turn_rewards: TurnRewards) -> Estimate:
@@ -201,7 +202,8 @@ def _stepsearch_rewards(group: Group, config: AdvantageConfig) -> ByTurn:
         rewards = []
         for turn in sampled_turns(trajectory)[:-1]:
             shown = {document.id for document in turn.documents}
-            gain = len((shown - seen) & targets) / max(1, len(targets))
+            new_targets = (shown - seen) & targets
+            gain = len(new_targets) / max(1, len(targets))
             redundancy = len(shown & seen) / max(1, len(shown))
             rewards.append(gain - redundancy)
             seen |= shown
