@@ -1,4 +1,7 @@
-"""Advantages by turn for other trainers: plain values in, NumPy arrays out, NumPy and RapidFuzz alone."""
+"""Advantages by turn for other trainers: plain values in, NumPy arrays out.
+
+This module and what it imports need NumPy and RapidFuzz alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
 
-_READ_TEXTS = ("gigpo", "mt_grpo")  # estimators that compare observations or documents by their text
+# Estimators that compare observations or documents by their text, which a `TurnRecord` lacks.
+_NEED_TEXTS = ("gigpo", "mt_grpo")
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,18 @@ class TurnRecord:
 class TrajectoryRecord:
     """A finished trajectory of a group."""
 
-    score: float  # answer reward x format validity
-    format_valid: bool
-    turns: Sequence[TurnRecord]
+    score: float  # answer reward × format validity
+    format_valid: bool  # whether the trajectory keeps to the protocol
+    turns: Sequence[TurnRecord]  # in order
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """The keys and defaults of docs/configuration.md#advantage; UserError for an unknown choice."""
+    """The keys and defaults of the section `advantage` (docs/configuration.md#advantage).
+
+    Raises:
+        UserError: for an unknown choice, or a `target_ratio` that is not positive.
+    """
 
     name: str = "calibadv"
     base: str = "grpo"
@@ -64,7 +72,8 @@ class AdvantageSettings:
 
     def __post_init__(self) -> None:
         for key, hint in get_type_hints(AdvantageSettings).items():
-            value, choices = getattr(self, key), get_args(hint)
+            value = getattr(self, key)
+            choices = get_args(hint)
             if get_origin(hint) is Literal and value not in choices:
                 raise UserError(f"{key} is {value!r}; use one of {', '.join(choices)}")
         if not self.target_ratio > 0:
@@ -72,45 +81,82 @@ class AdvantageSettings:
 
     @property
     def is_calibrated(self) -> bool:
+        """Whether CalibAdv calibrates the advantages of `base`."""
         return self.name == "calibadv"
 
     @property
     def estimator(self) -> str:
+        """Name of the estimator before any calibration."""
         return self.base if self.is_calibrated else self.name
 
 
 def turn_advantages(
     group: Sequence[TrajectoryRecord], settings: AdvantageSettings = AdvantageSettings()
 ) -> list[np.ndarray]:
-    """Return the advantage of each turn: float64 [turns] for each trajectory of one question in one step.
+    """Return the advantage of each turn of the trajectories of one question in one step.
 
-    UserError if the estimator is unknown or needs more than the records hold, or a score is not finite.
+    Args:
+        group: the finished trajectories of the question, G of them.
+        settings: the estimator and its calibration; by default CalibAdv as in the paper.
+
+    Returns:
+        G arrays: for a trajectory of K turns float64 [K].
+
+    Raises:
+        UserError: if the estimator is unknown or needs more than the records hold, or a score is not finite.
     """
-    usable = [name for name, other in ESTIMATORS.items() if not other.needs and name not in _READ_TEXTS]
+    usable = []
+    for name, estimator in ESTIMATORS.items():
+        if not estimator.needs and name not in _NEED_TEXTS:
+            usable.append(name)
     if settings.estimator not in usable:
-        fault = f"estimator {settings.estimator!r} cannot be computed from plain values"
-        raise UserError(f"{fault}; use one of {', '.join(usable)}")
+        raise UserError(
+            f"estimator {settings.estimator!r} cannot be computed from plain values;"
+            f" use one of {', '.join(usable)}"
+        )
     question = Question("", "", ("",), "")
-    trajectories = []
-    for index, record in enumerate(group):
-        if not np.isfinite(record.score):
-            raise UserError(f"trajectory {index}: score is {record.score}; it must be finite")
-        trajectory = Trajectory(question, np.zeros(0, np.int32), list(map(_turn, record.turns)), index)
-        trajectory.format_valid, trajectory.answer_score = record.format_valid, float(record.score)
-        trajectories.append(trajectory)
+    trajectories = [_trajectory(question, record, index) for index, record in enumerate(group)]
     config = cast("AdvantageConfig", settings)
-    return compute_advantages([Group(question, trajectories)], config).credits[0].turns
+    result = compute_advantages([Group(question, trajectories)], config)
+    return result.credits[0].turns
+
+
+def _trajectory(question: Question, record: TrajectoryRecord, index: int) -> Trajectory:
+    if not np.isfinite(record.score):
+        raise UserError(f"trajectory {index}: score is {record.score}; it must be finite")
+    return Trajectory(
+        question,
+        prompt_ids=np.zeros(0, np.int32),
+        turns=[_turn(turn) for turn in record.turns],
+        index=index,
+        format_valid=record.format_valid,
+        answer_score=float(record.score),
+    )
+
+
+def _turn(record: TurnRecord) -> Turn:
+    return Turn(
+        record.kind,
+        token_ids=np.zeros(record.num_tokens, np.int32),
+        logprobs=np.zeros(record.num_tokens, np.float32),
+        think=record.thought,
+        documents=tuple(Document(name, "", "") for name in record.documents),
+    )
 
 
 def token_advantages(advantages: np.ndarray, num_tokens: Sequence[int], sampled: np.ndarray) -> np.ndarray:
-    """Spread the advantages of a trajectory's turns over its response tokens.
-
-    Returns float32 [T], 0 where `sampled` is false. UserError if the turns have another number of tokens.
+    """Expand the advantages of a trajectory's turns to its response tokens.
 
     Args:
-        advantages: [turns], of `turn_advantages`.
-        num_tokens: sampled tokens of each turn.
-        sampled: bool [T], true where the policy sampled the token; observations and padding are false.
+        advantages: float64 [K], one for each turn, from `turn_advantages`.
+        num_tokens: K numbers, the sampled tokens of each turn.
+        sampled: bool [T], true where the policy sampled the token; false for observations and padding.
+
+    Returns:
+        float32 [T]; 0 where `sampled` is false.
+
+    Raises:
+        UserError: if `sampled` and `num_tokens` have different numbers of sampled tokens.
     """
     sampled = np.asarray(sampled, bool)
     if sampled.sum() != sum(num_tokens):
@@ -121,9 +167,3 @@ def token_advantages(advantages: np.ndarray, num_tokens: Sequence[int], sampled:
     values = np.zeros(len(sampled), np.float32)
     values[sampled] = np.repeat(np.asarray(advantages, np.float32), num_tokens)
     return values
-
-
-def _turn(record: TurnRecord) -> Turn:
-    documents = tuple(Document(name, "", "") for name in record.documents)
-    tokens = np.zeros(record.num_tokens, np.int32)
-    return Turn(record.kind, tokens, tokens.astype(np.float32), think=record.thought, documents=documents)

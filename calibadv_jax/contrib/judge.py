@@ -1,8 +1,10 @@
 """A language model as the judge of answers, behind any OpenAI-compatible endpoint.
 
-The policy, which is paid for the verdict, wrote the answer. So it reaches the judge as data only: as JSON
-whose text has no bracket, quote or line of its own. The verdict counts only behind a key that the policy
-cannot know.
+The policy is rewarded for a good verdict on its answer, and so may try to give instructions to the judge.
+Two measures prevent that:
+
+- The judge gets the answer as JSON, in which brackets, quotes and line breaks of the text are escaped.
+- The verdict counts only after a random key, which stands in the instructions and is new in each request.
 """
 
 from __future__ import annotations
@@ -27,77 +29,123 @@ from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import BadReply, PerLoop, Unreachable
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
-REMEMBERED = 100_000  # verdicts
-LONGEST_ANSWER = 2000  # letters that the judge sees
-LONGEST_REPLY = 2**22  # bytes: up to `max_concurrency` of them are read at once
+REMEMBERED = 100_000  # Verdicts that are kept in memory.
+LONGEST_ANSWER = 2000  # Characters of an answer that the judge sees.
+# Bytes of a reply. The limit matters since `max_concurrency` replies are read at once.
+LONGEST_REPLY = 2**22
 _TEXTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-PROMPT, VERDICT = _TEXTS["prompt"], _TEXTS["verdict"]
+PROMPT = _TEXTS["prompt"]  # The built-in instructions.
+VERDICT = _TEXTS["verdict"]  # How the reply must end; {key} is replaced.
 EXPECTED = "the key of its prompt, a space, and yes, no or a number from 0 to 1, as '0123456789abcdef yes'"
-_TOKEN = f"set the environment variable {TOKEN_VARIABLE} to its token"
-_ADDRESS = "correct reward.judge.url (it ends with /v1 at most servers) and reward.judge.model"
-ADVICE = {401: _TOKEN, 403: _TOKEN, 404: _ADDRESS, 405: _ADDRESS}  # by status
-_MARKUP = re.compile(r"[<>\[\]{}|`#]")  # of chat templates and of Markdown
+_TOKEN_ADVICE = f"set the environment variable {TOKEN_VARIABLE} to its token"
+_URL_ADVICE = "correct reward.judge.url (it ends with /v1 at most servers) and reward.judge.model"
+# Status of a reply -> what to do about it.
+ADVICE = {
+    401: _TOKEN_ADVICE,
+    403: _TOKEN_ADVICE,
+    404: _URL_ADVICE,
+    405: _URL_ADVICE,
+}
+_MARKUP = re.compile(r"[<>\[\]{}|`#]")  # Characters of chat templates and of Markdown.
 
 
 class _Message(BaseModel):
+    """The part of a chat completion that is read: the text of a message."""
+
     content: str | None = None
 
 
 class _Choice(BaseModel):
+    """One of the completion's alternatives."""
+
     message: _Message
 
 
 class _Completion(BaseModel):
+    """A chat completion."""
+
     choices: list[_Choice] = Field(min_length=1)
 
 
 @dataclass
 class _Connections:
-    """Of an event loop."""
+    """The state of a client in one event loop."""
 
     http: aiohttp.ClientSession
-    slots: asyncio.Semaphore
-    verdicts: dict[str, asyncio.Task[float]] = field(default_factory=dict)  # under way or known
+    slots: asyncio.Semaphore  # limits the requests at the same time
+    # Request data -> verdict, which may be under way; the oldest request comes first.
+    verdicts: dict[str, asyncio.Task[float]] = field(default_factory=dict)
 
 
 class JudgeClient:
-    """Implements `interfaces.Judge`; the same answer to the same question is judged once."""
+    """A judge as `interfaces.Judge`, which judges the same answer to the same question once.
+
+    Args:
+        config: the section `reward.judge`, with a URL and a model.
+
+    Raises:
+        UserError: if the file with the instructions cannot be read, or is empty.
+    """
 
     def __init__(self, config: JudgeConfig):
-        self.config, self.url = config, config.url.rstrip("/")
+        self.config = config
+        self.url = config.url.rstrip("/")
         self.prompt = read_prompt(config.prompt)
         self._connections = PerLoop(self._connect)
 
     def _connect(self) -> _Connections:
+        http = http_client.open_session(self.config.timeout, TOKEN_VARIABLE)
         slots = asyncio.Semaphore(self.config.max_concurrency)
-        return _Connections(http_client.open_session(self.config.timeout, TOKEN_VARIABLE), slots)
+        return _Connections(http, slots)
 
     async def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the verdict in [0, 1], and whether it agrees with exact match."""
-        question, answer = trajectory.question, trajectory.answer or ""
+        """Return the metrics "judge" and "judge_agreement" of a trajectory.
+
+        Returns:
+            The verdict in [0, 1], and 1 if it agrees with exact match, else 0.
+
+        Raises:
+            RequestFailed: if the endpoint gives no verdict.
+            UserError: if the endpoint refuses all requests, such as without a token.
+        """
+        question = trajectory.question
+        answer = trajectory.answer or ""
         verdict = await self.verdict(question, answer)
-        is_exact = normalise_answer(answer) in map(normalise_answer, question.golden_answers)
+        golden_answers = [normalise_answer(golden) for golden in question.golden_answers]
+        is_exact = normalise_answer(answer) in golden_answers
         agrees = (verdict >= 0.5) == is_exact
         return {JUDGE: verdict, JUDGE_AGREEMENT: float(agrees)}
 
     async def verdict(self, question: Question, answer: str) -> float:
-        """Return the verdict on an answer, in [0, 1]; raises as `score`."""
+        """Return the verdict on an answer, in [0, 1].
+
+        Raises:
+            RequestFailed: as `score`.
+            UserError: as `score`.
+        """
         data = data_of(question.text, question.golden_answers, answer)
         verdicts = self._connections.get().verdicts
         task = verdicts.get(data)
         if task is None or (task.done() and task.exception()):
-            task = verdicts[data] = asyncio.create_task(self._ask(data))
+            task = asyncio.create_task(self._ask(data))
+            verdicts[data] = task
             if len(verdicts) > REMEMBERED:
-                del verdicts[next(iter(verdicts))]
-        return await asyncio.shield(task)  # others may wait for the same verdict
+                oldest = next(iter(verdicts))
+                del verdicts[oldest]
+        # Others may wait for the same verdict: if this call is cancelled, the task goes on.
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
-        if (connections := self._connections.take()) is not None:
-            for task in connections.verdicts.values():
-                task.cancel()
-            await connections.http.close()
+        """Close the connections of the running event loop."""
+        connections = self._connections.take()
+        if connections is None:
+            return
+        for task in connections.verdicts.values():
+            task.cancel()
+        await connections.http.close()
 
     async def _ask(self, data: str) -> float:
+        """Return the verdict on the data of a request; repeat the request while the endpoint is away."""
         connections = self._connections.get()
 
         async def attempt() -> float:
@@ -110,15 +158,24 @@ class JudgeClient:
         except BadReply as error:
             raise RequestFailed(JUDGE, f"judge {self.url}: no verdict: {error}") from error
         except Unreachable as error:
-            problem = f"{http_client.no_answer(patience)} ({error}); start it, or correct reward.judge.url"
-            raise RequestFailed(JUDGE, f"judge {self.url}: {problem}") from error
+            raise RequestFailed(
+                JUDGE,
+                f"judge {self.url}: {http_client.no_answer(patience)} ({error}); start it, or correct"
+                " reward.judge.url",
+            ) from error
 
     async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
+        """Send one request, and return the verdict in its reply."""
         key = secrets.token_hex(8)
-        instructions = {"role": "system", "content": f"{self.prompt}\n\n{VERDICT.format(key=key)}"}
-        messages = [instructions, {"role": "user", "content": data}]
-        limits = {"temperature": 0, "max_tokens": self.config.max_tokens}
-        body = {"model": self.config.model, "messages": messages, **limits}
+        body = {
+            "model": self.config.model,
+            "messages": [
+                {"role": "system", "content": f"{self.prompt}\n\n{VERDICT.format(key=key)}"},
+                {"role": "user", "content": data},
+            ],
+            "temperature": 0,
+            "max_tokens": self.config.max_tokens,
+        }
         address = f"{self.url}/chat/completions"
         reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
         if reply.is_away:
@@ -130,34 +187,77 @@ class JudgeClient:
         try:
             choice = reply.parse(_Completion).choices[0]
         except ValidationError as error:
-            problem = f"the reply is no chat completion ({http_client.excerpt(reply.body)})"
-            raise BadReply(f"{problem}; correct reward.judge.url") from error
+            raise BadReply(
+                f"the reply is no chat completion ({http_client.excerpt(reply.body)}); correct"
+                " reward.judge.url"
+            ) from error
         return read_verdict(choice.message.content or "", key)
 
 
 def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
-    """Return one line of JSON for the judge: no text in it can end its field, its line or its message."""
-    golden, judged = ", ".join(map(_quoted, golden_answers)), _quoted(answer[:LONGEST_ANSWER])
+    """Return the user's message of a request: one line of JSON.
+
+    No text in it can end its field, the line or the message.
+
+    Args:
+        question: text of the question.
+        golden_answers: the accepted answers.
+        answer: the policy's answer; its first LONGEST_ANSWER characters are used.
+    """
+    golden = ", ".join(_quoted(golden_answer) for golden_answer in golden_answers)
+    judged = _quoted(answer[:LONGEST_ANSWER])
     return f'{{"question": {_quoted(question)}, "golden_answers": [{golden}], "answer": {judged}}}'
 
 
 def _quoted(text: str) -> str:
-    # Letters outside ASCII are escaped too: some templates have marks that look like brackets.
-    return _MARKUP.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json.dumps(well_formed(text)))
+    """Return a text as a JSON string without markup."""
+    # json.dumps also escapes letters outside ASCII. Some chat templates have marks among them that look like
+    # brackets.
+    return _MARKUP.sub(_escaped, json.dumps(well_formed(text)))
+
+
+def _escaped(mark: re.Match[str]) -> str:
+    return f"\\u{ord(mark[0]):04x}"
 
 
 def read_verdict(reply: str, key: str) -> float:
-    """Return the verdict in the last line of a reply; raise BadReply if it holds anything else."""
-    last = next(reversed(reply.strip().splitlines()), "").strip()
+    """Return the verdict in the last line of a reply.
+
+    Args:
+        reply: text of the judge.
+        key: the key of the request.
+
+    Returns:
+        1 for yes, 0 for no, or the number that is written.
+
+    Raises:
+        BadReply: if the last line is not the key and a verdict.
+    """
+    lines = reply.strip().splitlines()
+    last = lines[-1].strip() if lines else ""
     match = re.fullmatch(rf"{key} (yes|no|0(?:\.\d+)?|1(?:\.0+)?)\.?", last, re.IGNORECASE)
     if match is None:
-        advice = "raise reward.judge.max_tokens, choose another model, or say it again in reward.judge.prompt"
-        raise BadReply(f"the last line is {last[:100]!r}, but must be {EXPECTED}; {advice}")
-    return float({"yes": 1, "no": 0}.get(match[1].casefold(), match[1]))
+        raise BadReply(
+            f"the last line is {last[:100]!r}, but must be {EXPECTED}; raise reward.judge.max_tokens, choose"
+            " another model, or say it again in reward.judge.prompt"
+        )
+    verdict = match[1].casefold()
+    if verdict == "yes":
+        return 1.0
+    if verdict == "no":
+        return 0.0
+    return float(verdict)
 
 
 def read_prompt(path: str) -> str:
-    """Return the text of the judge's prompt file, or the built-in one where no path is given."""
+    """Return the judge's instructions.
+
+    Args:
+        path: a text file, in UTF-8; "": the built-in instructions.
+
+    Raises:
+        UserError: if the file cannot be read, or is empty.
+    """
     if not path:
         return PROMPT
     try:

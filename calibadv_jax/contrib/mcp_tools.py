@@ -1,6 +1,7 @@
-"""Tools of MCP servers as actions: one connection a server, made again where it is lost.
+"""Tools of MCP servers as actions.
 
-The optional package `mcp` is imported in functions. What servers send is bounded before the package reads it.
+There is one connection to each server. A connection that is lost is opened again. The optional package `mcp`
+is imported in functions.
 """
 
 from __future__ import annotations
@@ -11,44 +12,49 @@ import logging
 import os
 import re
 import shlex
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-import anyio
+from typing import Any, NoReturn, TypeVar
 
 from calibadv_jax.config import McpConfig
+from calibadv_jax.contrib.mcp_streams import LONGEST_EXCERPT, ServerLog, bound_reply, messages_only
 from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import printable, well_formed, well_formed_json
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.core.user_functions import failure
 from calibadv_jax.services import http_client
-from calibadv_jax.services.child_process import set_aside
 from calibadv_jax.services.http_client import LONGEST_REPLY, BadReply, PerLoop, Unreachable, retry
 
-TOKEN_VARIABLE = "MCP_TOKEN"
-START_PATIENCE = 30.0  # seconds for which the start of a program waits for a server, at most
-CLOSING = 10.0  # seconds that a connection may take to end
-LONGEST_PURPOSE = 300  # letters of a tool's own description that stand in the prompt
-LONGEST_EXCERPT = 200  # letters of a server's text in a message
-MOST_BRACKETS = 100  # of a body
-INVALID_PARAMS, CONNECTION_CLOSED = -32602, -32000  # codes of JSON-RPC and MCP
-SESSION_ENDED, UNREADABLE_EVENT = "Session terminated", "SSE stream failed"  # messages of the package
-_TAIL = 4096  # bytes of a log that are kept for messages
+TOKEN_VARIABLE = "MCP_TOKEN"  # Environment variable with the bearer token of servers with a URL.
+START_PATIENCE = 30.0  # Seconds for which the start of a run waits for a server, at most.
+CLOSING_SECONDS = 10.0  # Seconds that a connection may take to end.
+LONGEST_PURPOSE = 300  # Characters of a tool's own description that stand in the prompt.
+MOST_BRACKETS = 100  # Brackets in the body of an action.
+INVALID_PARAMS = -32602  # Error code of JSON-RPC: the arguments do not fit.
+CONNECTION_CLOSED = -32000  # Error code of the package: the connection has ended.
+SESSION_ENDED = "Session terminated"  # Message of the package: the server has forgotten the session.
+UNREADABLE_EVENT = "SSE stream failed"  # Message of the package: an event could not be read.
 
 T = TypeVar("T")
-Request = Callable[[Any], Awaitable[T]]  # of a client of the package
+Request = Callable[[Any], Awaitable[T]]  # Sends a request, given a client of the package.
 
 
 def mcp_actions(config: McpConfig, max_length: int, log: Path = Path(os.devnull)) -> list[Action]:
-    """Return the tools of a server that are on; the server is started, or asked, and left again.
+    """Return the tools of a server that are on, as actions.
 
-    The standard error of its program is added to `log`, and what it writes to its standard output that is no
-    message. Raises UserError without the package, the server, or such a tool.
+    The server is started, if it is a program, and asked for its tools. The connection is closed again.
+
+    Args:
+        config: the section `mcp` of an entry of `tools`.
+        max_length: tokens of an observation; 0: rollout.max_observation_length.
+        log: file to which the standard error of the server's program is added, and lines of its standard
+            output that are no message.
+
+    Raises:
+        UserError: if the package is not installed, the server cannot be reached, or it lacks a tool.
     """
     server = McpServer(config, log)
     tools = {tool.name: tool for tool in http_client.run_to_its_end(server.tools)}
@@ -62,51 +68,83 @@ def mcp_actions(config: McpConfig, max_length: int, log: Path = Path(os.devnull)
 
 
 @dataclass
-class _OfLoop:
+class _LoopConnection:
+    """The connection of one event loop."""
+
     connection: _Connection | None = None
-    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the connection is opened
 
 
 class McpServer:
-    """A server and its connection in each event loop."""
+    """A server, with a connection in each event loop that uses it.
+
+    Args:
+        config: the section `mcp` of an entry of `tools`.
+        log: file for the output of the server's program, see `mcp_actions`.
+    """
 
     def __init__(self, config: McpConfig, log: Path):
-        self.config, self._log = config, log
+        self.config = config
+        self._log = log
         self.where = f"MCP server {config.url or config.command}"
-        self.agreed: dict[str, Any] = {}  # schemas by tool: each connection must have these
-        self._connections = PerLoop(_OfLoop)
+        # Tool -> schema of its arguments, for the tools that are on: each connection must have these.
+        self.agreed: dict[str, Any] = {}
+        self._connections = PerLoop(_LoopConnection)
 
     async def tools(self) -> list[Any]:
-        """Return the server's description of its tools; raise UserError if it cannot be reached."""
+        """Return the server's descriptions of its tools, and close the connection.
+
+        Raises:
+            UserError: if the package is not installed, or the server cannot be reached.
+        """
+        patience = min(self.config.patience, START_PATIENCE)
+        if self.config.command:
+            patience = 0.0  # a program that ends at once, as without its script, is not waited for
         try:
-            # A program that ends at once, such as one whose script is missing, is not waited for.
-            patience = 0.0 if self.config.command else min(self.config.patience, START_PATIENCE)
             return await self._ask("", _list_tools, patience)
         except RequestFailed as error:
-            start, key = ("start it, or ", "url") if self.config.url else ("", "command")
-            raise UserError(f"{error}; {start}correct tools[].mcp.{key}") from error
+            if self.config.url:
+                raise UserError(f"{error}; start it, or correct tools[].mcp.url") from error
+            raise UserError(f"{error}; correct tools[].mcp.command") from error
         finally:
             await self.close()
 
     async def call(self, action: str, tool: str, arguments: Mapping[str, Any]) -> Any:
-        """Return a tool's result; the service that fails is called `action`.
+        """Call a tool.
 
-        Raises ActionRefused for arguments that the server does not take, RequestFailed if it was away for
-        `config.patience` or late, EnvironmentFailure if it no longer has the tools of the start.
+        Args:
+            action: name of the action, for the error of a failed trajectory.
+            tool: name of the tool at the server.
+            arguments: the tool's arguments.
+
+        Returns:
+            The package's result.
+
+        Raises:
+            ActionRefused: if the server does not take the arguments.
+            RequestFailed: if the server was away for `config.patience`, or late.
+            EnvironmentFailure: if the server no longer has the tools that it had at the start.
         """
+
+        async def request(client: Any) -> Any:
+            return await client.call_tool(tool, dict(arguments))
+
         patience = self.config.patience
         try:
-            result = await self._ask(action, lambda client: client.call_tool(tool, dict(arguments)), patience)
+            result = await self._ask(action, request, patience)
         except ActionRefused:
             self._compare(await self._ask(action, _list_tools, patience))
             raise
-        if result.is_error:  # of the tool, or because it is gone
+        if result.is_error:  # either the tool failed, or it no longer exists
             self._compare(await self._ask(action, _list_tools, patience))
         return result
 
     async def _ask(self, action: str, request: Request[T], patience: float) -> T:
+        """Send a request; repeat it while the server is away."""
+
         async def attempt() -> T:
-            return await (await self._connected()).ask(request)
+            connection = await self._connected()
+            return await connection.ask(request)
 
         try:
             return await retry(attempt, patience)
@@ -114,35 +152,44 @@ class McpServer:
             raise RequestFailed(action, f"{self.where}: {error}") from error
 
     async def _connected(self) -> _Connection:
-        mine = self._connections.get()
-        async with mine.opening:
-            if mine.connection is None or not mine.connection.is_ready:
-                if mine.connection is not None:
-                    await mine.connection.close()
-                mine.connection = _Connection(self.config, ServerLog(self._log))
-                await mine.connection.open()
-                if self.agreed:
-                    self._compare(await mine.connection.ask(_list_tools))
-                mine.connection.is_ready = True
-            return mine.connection
+        """Return the connection of the running event loop; open it if there is none, or it was lost."""
+        current = self._connections.get()
+        async with current.opening:
+            if current.connection is not None and current.connection.is_ready:
+                return current.connection
+            if current.connection is not None:
+                await current.connection.close()
+            connection = _Connection(self.config, ServerLog(self._log))
+            current.connection = connection
+            await connection.open()
+            if self.agreed:
+                self._compare(await connection.ask(_list_tools))
+            connection.is_ready = True
+            return connection
 
     def _compare(self, tools: list[Any]) -> None:
         """Raise EnvironmentFailure if a tool that is on is gone, or has another schema."""
         schemas = {tool.name: tool.input_schema for tool in tools}
         for name, schema in self.agreed.items():
-            if name not in schemas or schemas[name] != schema:
-                change = "has another schema than at the start of this run" if name in schemas else "is gone"
-                advice = "serve the tools that the run began with, or begin another run"
-                raise EnvironmentFailure(f"{self.where}: its tool {name!r} {change}; {advice}")
+            if name not in schemas:
+                self._refuse_change(f"its tool {name!r} is gone")
+            if schemas[name] != schema:
+                self._refuse_change(f"its tool {name!r} has another schema than at the start of this run")
+
+    def _refuse_change(self, change: str) -> NoReturn:
+        raise EnvironmentFailure(
+            f"{self.where}: {change}; serve the tools that the run began with, or begin another run"
+        )
 
     async def close(self) -> None:
         """End the connection of the running event loop, and the server that it started."""
-        mine = self._connections.take()
-        if mine is not None and mine.connection is not None:
-            await mine.connection.close()
+        current = self._connections.take()
+        if current is not None and current.connection is not None:
+            await current.connection.close()
 
 
 async def _list_tools(client: Any) -> list[Any]:
+    """Return the tools of all pages."""
     page = await client.list_tools(cursor=None)
     tools = list(page.tools)
     while page.next_cursor:
@@ -152,17 +199,26 @@ async def _list_tools(client: Any) -> list[Any]:
 
 
 class _Connection:
-    """A session with a server, in a task of its own: what opens it must also end it."""
+    """A session with a server.
+
+    It is opened and closed in a task of its own, since the package requires that the same task does both.
+    """
 
     def __init__(self, config: McpConfig, log: ServerLog):
-        self._config, self._log = config, log
-        self.is_ready = False  # open, and its tools are those of the start
+        self._config = config
+        self._log = log
+        self.is_ready = False  # whether it is open, and the server has the tools that it had at the start
         self._closing = asyncio.Event()
         self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep())
 
     async def open(self) -> None:
-        """Raise Unreachable if there is no MCP server, UserError if package or program are missing."""
+        """Wait until the session is open.
+
+        Raises:
+            Unreachable: if there is no MCP server.
+            UserError: if the package or the server's program is missing.
+        """
         done, _ = await asyncio.wait({self._client}, timeout=self._config.timeout)
         if not done:
             await self.close()
@@ -170,78 +226,107 @@ class _Connection:
         self._client.result()
 
     async def ask(self, request: Request[T]) -> T:
-        """Raise ActionRefused for refused arguments, Unreachable for a lost connection, else BadReply."""
+        """Send a request, and return its result.
+
+        Raises:
+            ActionRefused: if the server does not take the arguments.
+            Unreachable: if the connection is lost.
+            BadReply: for any other failure.
+        """
         limit = asyncio.timeout(self._config.timeout)
         try:
             async with limit:
                 return await request(self._client.result())
         except _package().MCPError as error:
-            if error.code == INVALID_PARAMS:
-                raise ActionRefused(error.message) from error
-            is_unread = error.message.startswith(UNREADABLE_EVENT)
-            if is_unread or (error.code != CONNECTION_CLOSED and error.message != SESSION_ENDED):
-                raise BadReply(f"error {error.code}: {printable(error.message[:LONGEST_EXCERPT])}") from error
-            self.is_ready = False
-            raise Unreachable("the connection has ended") from error
-        except (ValueError, RuntimeError) as error:  # a result against its schema
-            raise (BadReply if self.is_ready else Unreachable)(_reason(error)) from error
-        except Exception as error:  # the package raises whatever its connection does
+            self._raise_for(error)
+        except (ValueError, RuntimeError) as error:  # a result that does not fit its schema
+            if self.is_ready:
+                raise BadReply(_reason(error)) from error
+            raise Unreachable(_reason(error)) from error
+        except Exception as error:  # the package may raise anything that its connection does
             if limit.expired():
                 raise BadReply(f"no reply within {self._config.timeout:g} s") from error
             self.is_ready = False
             raise Unreachable(_reason(error)) from error
 
+    def _raise_for(self, error: Any) -> NoReturn:
+        """Raise the error that stands for an MCPError of the package."""
+        if error.code == INVALID_PARAMS:
+            raise ActionRefused(error.message) from error
+        is_unread = error.message.startswith(UNREADABLE_EVENT)
+        is_lost = error.code == CONNECTION_CLOSED or error.message == SESSION_ENDED
+        if is_unread or not is_lost:
+            raise BadReply(f"error {error.code}: {printable(error.message[:LONGEST_EXCERPT])}") from error
+        self.is_ready = False
+        raise Unreachable("the connection has ended") from error
+
     async def close(self) -> None:
+        """End the session, and the program that it started."""
         self.is_ready = False
         self._closing.set()
-        if not self._client.cancel():  # what is still opening does not wait for `_closing`
-            await asyncio.wait({self._task}, timeout=CLOSING)
+        # A session that is still opening does not wait for `_closing`: its task is cancelled at once.
+        is_opening = self._client.cancel()
+        if not is_opening:
+            await asyncio.wait({self._task}, timeout=CLOSING_SECONDS)
         self._task.cancel()
         with suppress(BaseException):
             await self._task
 
     async def _keep(self) -> None:
+        """Open the session, and hold it until `close`."""
         try:
             async with _client(self._config, self._log) as client:
                 self._client.set_result(client)
                 await self._closing.wait()
-        except BaseException as error:  # whatever it is, the one who waits must know
+        except BaseException as error:  # any error must reach `open`, which waits for the client
             if not self._client.done():
                 self._client.set_exception(self._failure(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self.is_ready = False
-            self._log.stream.close()  # this process's end; the log ends with the programs that hold others
+            # This closes the end of this process. The log ends once the programs that hold other ends do.
+            self._log.stream.close()
 
     def _failure(self, error: BaseException) -> Exception:
+        """Return the error that `open` raises if opening the session fails."""
         if isinstance(error, UserError):
             return error
         if isinstance(error, FileNotFoundError | PermissionError) and self._config.command:
-            problem = f"cannot be started ({error.strerror}); correct tools[].mcp.command"
-            return UserError(f"tools: {self._config.command!r} {problem}")
-        line = self._log.last_line()
-        return Unreachable(_reason(error) + (f" ({line})" if line else ""))
+            return UserError(
+                f"tools: {self._config.command!r} cannot be started ({error.strerror}); correct"
+                " tools[].mcp.command"
+            )
+        reason = _reason(error)
+        last_line = self._log.last_line()
+        if last_line:
+            reason = f"{reason} ({last_line})"
+        return Unreachable(reason)
 
 
 def _reason(error: BaseException) -> str:
+    """Return an error as one line; of a group of errors, the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return printable(failure(error))
 
 
 def _package() -> Any:
+    """Import the package `mcp`, and silence its logs."""
     try:
         import mcp
     except ImportError as error:
-        advice = "pip install 'calibadv-jax[mcp]'"
-        raise UserError(f"tools: mcp needs the package mcp, which is not installed: {advice}") from error
-    for logger in ("mcp", "client"):  # of the package: they write tracebacks with what a server sends
+        raise UserError(
+            "tools: mcp needs the package mcp, which is not installed: pip install 'calibadv-jax[mcp]'"
+        ) from error
+    # The package's loggers would write tracebacks that contain what a server sends.
+    for logger in ("mcp", "client"):
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     return mcp
 
 
 def _client(config: McpConfig, log: ServerLog) -> Any:
+    """Return a client of the package for a server: one that starts its program, or one for its URL."""
     mcp = _package()
     if config.command:
         from mcp.client.stdio import stdio_client
@@ -261,37 +346,77 @@ def _client(config: McpConfig, log: ServerLog) -> Any:
 
 
 class McpAction(Action):
-    """A tool of a server: its body is a JSON object of arguments, or the only argument, if that is a text."""
+    """A tool of a server.
+
+    The body of the action is a JSON object of arguments. If the only argument is a text, the body may also be
+    that text.
+
+    Args:
+        server: the server.
+        tool: the package's description of the tool.
+        max_length: tokens of an observation; 0: rollout.max_observation_length.
+    """
 
     def __init__(self, server: McpServer, tool: Any, max_length: int):
-        self._server, self._tool = server, tool.name
+        self._server = server
+        self._tool = tool.name
         schema = tool.input_schema if isinstance(tool.input_schema, dict) else {}
         properties = schema.get("properties") or {}
-        types = {name: _type(value) for name, value in properties.items()}
-        self._only = next(iter(types)) if list(types.values()) == ["string"] else ""
-        described = " ".join((tool.description or "").split())[:LONGEST_PURPOSE].rstrip(".")
+        types = {name: _type_name(value) for name, value in properties.items()}
+        # Name of the only argument, if there is one and it is a text.
+        self._only = ""
+        if list(types.values()) == ["string"]:
+            self._only = next(iter(types))
         self.name = re.sub(r"\W", "_", tool.name, flags=re.ASCII)
-        self.purpose = f"use {self.name} ({described})" if described else f"use {self.name}"
-        fields = ", ".join(f'"{name}": {kind}' for name, kind in types.items())
-        self.argument, self.max_length = self._only or f"{{{fields}}}", max_length
-        self.may_be_empty = not set(schema.get("required") or []) & set(types)
+        self.purpose = f"use {self.name}"
+        description = " ".join((tool.description or "").split())[:LONGEST_PURPOSE].rstrip(".")
+        if description:
+            self.purpose = f"use {self.name} ({description})"
+        fields = ", ".join(f'"{name}": {type_name}' for name, type_name in types.items())
+        self.argument = self._only or f"{{{fields}}}"
+        self.max_length = max_length
+        required = set(schema.get("required") or [])
+        self.may_be_empty = not required & set(types)
 
     def parse(self, body: str) -> dict[str, Any]:
+        """Return the arguments of the tool.
+
+        Args:
+            body: a JSON object, or the text of the only argument; "": no arguments.
+
+        Raises:
+            ValueError: if the body is neither, or has too many brackets.
+        """
         if not body:
             return {}
         if body.count("{") + body.count("[") > MOST_BRACKETS:
             raise ValueError("too many brackets")
         body = well_formed(body)
         with suppress(ValueError):
-            if isinstance(value := json.loads(well_formed_json(body.encode()).decode()), dict):
+            value = json.loads(well_formed_json(body.encode()).decode())
+            if isinstance(value, dict):
                 return value
         if self._only:
             return {self._only: body}
         raise ValueError(f"write a JSON object: {self.argument}")
 
     async def call(self, argument: dict[str, Any]) -> Reply:
+        """Call the tool.
+
+        Args:
+            argument: the tool's arguments, from `parse`.
+
+        Returns:
+            The texts of the result, one a line, and its resources with a text as documents.
+
+        Raises:
+            ActionRefused: if the server does not take the arguments, or the tool reports an error.
+            RequestFailed: if the server gives no reply.
+            EnvironmentFailure: if the server no longer has the tools that it had at the start.
+        """
         result = await self._server.call(self.name, self._tool, argument)
-        texts, documents = [], []
+        texts = []
+        documents = []
         for block in result.content:
             resource: Any = getattr(block, "resource", None)
             if block.type == "text":
@@ -304,89 +429,17 @@ class McpAction(Action):
                 texts.append(f"[{block.type}]")
         if not result.content and result.structured_content is not None:
             texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+        text = "\n".join(texts)
         if result.is_error:
-            raise ActionRefused("\n".join(texts))
-        return Reply(tuple(documents), "\n".join(texts))
+            raise ActionRefused(text)
+        return Reply(tuple(documents), text)
 
     async def close(self) -> None:
+        """Close the connection of the server in the running event loop."""
         await self._server.close()
 
 
-def _type(schema: Any) -> str:
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    return kind if isinstance(kind, str) else "value"
-
-
-class ServerLog:
-    """The standard error of a server's program, a pipe whose text is added to a file."""
-
-    def __init__(self, path: Path):
-        self._path, self._tail = path, b""
-        reading, writing = os.pipe()
-        self.stream = os.fdopen(writing, "wb", buffering=0)
-        self._thread = threading.Thread(target=self._copy, args=(reading,), name="MCP log", daemon=True)
-        self._thread.start()
-
-    def last_line(self) -> str:
-        """Return the last line of the program's output, once it has ended."""
-        self.stream.close()
-        self._thread.join(1.0)  # a program that it started may go on
-        last = self._tail.decode(errors="replace").strip().rpartition("\n")[2]
-        return printable(last[:LONGEST_EXCERPT])
-
-    def _copy(self, reading: int) -> None:
-        with open(reading, "rb", buffering=0) as source:
-            while text := source.read(2**16):
-                self._tail = (self._tail + text)[-_TAIL:]
-                with suppress(OSError):  # a full disk must not stop the server
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    set_aside(self._path)
-                    with self._path.open("ab") as log:
-                        log.write(text)
-
-
-@asynccontextmanager
-async def messages_only(transport: AbstractAsyncContextManager[Any], log: ServerLog) -> AsyncIterator[Any]:
-    """Open the streams of a program's pipes; repair lone surrogates, and log other lines that are no message.
-
-    The package would drop both. A call whose reply is such a line has none.
-    """
-    from mcp.shared.message import SessionMessage
-    from mcp_types import jsonrpc_message_adapter
-
-    readable, messages = anyio.create_memory_object_stream[Any]()
-
-    async def forward(lines: Any) -> None:
-        async with readable:
-            async for item in lines:
-                if isinstance(item, ValueError):
-                    line = str(item.errors()[0]["input"])  # type: ignore[attr-defined] # pydantic's
-                    try:
-                        repaired = well_formed_json(line.encode("utf-8", "replace"))
-                        item = SessionMessage(jsonrpc_message_adapter.validate_json(repaired, by_name=False))
-                    except ValueError:
-                        log.stream.write(f"no message of MCP: {line}\n".encode(errors="replace"))
-                        continue
-                await readable.send(item)
-
-    async with transport as (lines, requests), messages, anyio.create_task_group() as tasks:
-        tasks.start_soon(forward, lines)
-        yield messages, requests
-        tasks.cancel_scope.cancel()
-
-
-async def bound_reply(response: Any) -> None:
-    """Bound a reply of the package's HTTP client, and replace lone surrogates in it."""
-    from httpx2 import StreamError
-
-    read = response.aiter_bytes
-
-    async def read_whole(chunk_size: int | None = None) -> AsyncIterator[bytes]:
-        try:
-            yield well_formed_json(await http_client.read_all(read(chunk_size)))
-        except BadReply as error:
-            raise StreamError(str(error)) from error
-
-    # Of a stream the package itself bounds each event.
-    if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-        response.aiter_bytes = read_whole
+def _type_name(schema: Any) -> str:
+    """Return the type of an argument, or "value" if its schema does not name one."""
+    name = schema.get("type") if isinstance(schema, dict) else None
+    return name if isinstance(name, str) else "value"

@@ -1,7 +1,7 @@
-"""The golden answer's probability after every turn, in one packed forward pass.
+"""The probe: the golden answer's probability after every turn, in one packed forward pass.
 
-A trajectory up to a turn, an answer's beginning and the golden answer are a sample, so that nothing leaks
-from one into another. Equal samples are computed once.
+Each sample consists of a trajectory up to a turn, the beginning of an answer and the golden answer. Samples
+are separate segments of the packed rows, so that none sees another. Equal samples are computed once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.observation import encode
 
-PROBE_TOKENS = 64  # that stand after a turn at most; a longer golden answer is cut
-BEGINNING = f"{OPEN_THINK}</think>\n<answer>"
+PROBE_TOKENS = 64  # Largest number of tokens that follow a turn; a longer golden answer is cut.
+BEGINNING = f"{OPEN_THINK}</think>\n<answer>"  # The text before the golden answer.
 
 
 def with_golden_logprobs(
@@ -35,22 +35,39 @@ def with_golden_logprobs(
     config: LearnerConfig,
     tokenizer: Any,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Return copies of the groups whose turns have `golden_logprobs` under each policy, and metrics."""
-    samples: dict[bytes, Sample] = {}  # by their tokens and the length of the answer
-    logprobs: dict[bytes, dict[str, float]] = defaultdict(dict)  # by policy; filled below
+    """Compute the golden answer's log-probability before each turn.
+
+    Args:
+        learner: computes log-probabilities.
+        policies: name of each policy, such as "current" or "initial", and its parameters.
+        groups: the groups of the step.
+        config: the section `learner`. If the samples do not fit `pack_length`, rows are PROBE_TOKENS longer.
+        tokenizer: a tokenizer of transformers.
+
+    Returns:
+        Copies of the groups whose turns, up to the last sampled one, have `golden_logprobs` under each
+        policy; and metrics: the number of tokens, and each policy's mean probability before the first and
+        before the last sampled turn.
+
+    Raises:
+        UserError: if the tokenizer makes no token of a question's golden answers.
+    """
+    samples: dict[bytes, Sample] = {}
+    # Golden answer's log-probability by policy, for each key of `samples`. Turns refer to these dictionaries,
+    # which are filled after the forward pass.
+    logprobs: dict[bytes, dict[str, float]] = defaultdict(dict)
     probed_groups: list[Group] = []
-    probed: list[list[bytes]] = []  # keys of the turns of each trajectory that has probes
+    probed: list[list[bytes]] = []  # the keys of the turns of each trajectory with sampled tokens
     for group in groups:
-        if group.trajectories:  # the same for all of them; later turns continue as the second does
-            continuations = [_continuation(group.trajectories[0], number, tokenizer) for number in (0, 1)]
         trajectories = []
-        for trajectory in group.trajectories:
-            turns, keys = list(trajectory.turns), []
-            for number, prefix in enumerate(prefixes(trajectory)):
-                beginning, answer = continuations[min(number, 1)]
-                tokens = np.concatenate([prefix, beginning, answer])
-                key = tokens.tobytes() + bytes([len(answer)])
-                samples.setdefault(key, _sample(tokens, len(answer), len(trajectory.prompt_ids)))
+        for trajectory, turn_samples in zip(
+            group.trajectories, _group_samples(group, tokenizer), strict=True
+        ):
+            turns = list(trajectory.turns)
+            keys = []
+            for number, sample in enumerate(turn_samples):
+                key = _key(sample)
+                samples.setdefault(key, sample)
                 turns[number] = replace(turns[number], golden_logprobs=logprobs[key])
                 keys.append(key)
             trajectories.append(replace(trajectory, turns=turns))
@@ -60,34 +77,69 @@ def with_golden_logprobs(
     if any(len(sample.tokens) > config.pack_length for sample in samples.values()):
         config = replace(config, pack_length=config.pack_length + PROBE_TOKENS)
     for policy, params in policies.items():
-        values = sample_logprobs(learner, params, list(samples.values()), config)
-        for (key, sample), token_logprobs in zip(samples.items(), values, strict=True):
+        sample_values = sample_logprobs(learner, params, list(samples.values()), config)
+        for (key, sample), token_logprobs in zip(samples.items(), sample_values, strict=True):
             logprobs[key][policy] = float(token_logprobs[sample.mask].mean(dtype=np.float64))
-    metrics = {"advantage/golden/tokens": float(sum(len(sample.tokens) for sample in samples.values()))}
-    if not probed:
-        return probed_groups, metrics
-    for policy in policies:
-        for name, index in (("first", 0), ("last", -1)):
-            mean = np.mean([np.exp(logprobs[keys[index]][policy]) for keys in probed])
-            metrics[f"advantage/golden/{policy}/{name}"] = float(mean)
+    num_tokens = sum(len(sample.tokens) for sample in samples.values())
+    metrics = {"advantage/golden/tokens": float(num_tokens)}
+    if probed:
+        for policy in policies:
+            first = [logprobs[keys[0]][policy] for keys in probed]
+            last = [logprobs[keys[-1]][policy] for keys in probed]
+            metrics[f"advantage/golden/{policy}/first"] = _mean_probability(first)
+            metrics[f"advantage/golden/{policy}/last"] = _mean_probability(last)
     return probed_groups, metrics
 
 
+def _mean_probability(logprobs: Sequence[float]) -> float:
+    return float(np.mean([np.exp(logprob) for logprob in logprobs]))
+
+
+def _group_samples(group: Group, tokenizer: Any) -> list[list[Sample]]:
+    """Return for each trajectory of a group the samples of its turns up to the last sampled one."""
+    if not group.trajectories:
+        return []
+    # The same for all trajectories of the group. Turns after the second continue as the second does.
+    first_continuation = _continuation(group.trajectories[0], 0, tokenizer)
+    later_continuation = _continuation(group.trajectories[0], 1, tokenizer)
+    samples = []
+    for trajectory in group.trajectories:
+        turn_samples = []
+        for number, prefix in enumerate(prefixes(trajectory)):
+            beginning, answer = later_continuation if number else first_continuation
+            tokens = np.concatenate([prefix, beginning, answer])
+            turn_samples.append(_sample(tokens, len(answer), len(trajectory.prompt_ids)))
+        samples.append(turn_samples)
+    return samples
+
+
+def _key(sample: Sample) -> bytes:
+    """Return a key that equal samples share: their tokens, and the length of the golden answer."""
+    return sample.tokens.tobytes() + bytes([int(sample.mask.sum())])
+
+
 def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
-    """Return the tokens before each turn up to the last sampled one, int32 [P + …]."""
-    before, parts = [], [trajectory.prompt_ids]
+    """Return the tokens before each turn up to the last sampled one.
+
+    Returns:
+        For each turn int32 [P + …]: the prompt, and all earlier turns with their observations.
+    """
+    token_prefixes = []
+    segments = [trajectory.prompt_ids]
     for turn in sampled_turns(trajectory):
-        before.append(np.concatenate(parts).astype(np.int32))
-        parts += [turn.token_ids, turn.observation_ids]
-    return before
+        token_prefixes.append(np.concatenate(segments).astype(np.int32))
+        segments += [turn.token_ids, turn.observation_ids]
+    return token_prefixes
 
 
 def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the beginning of an answer in a turn, and the first golden answer that has tokens; int32."""
     question = trajectory.question
     beginning = encode(tokenizer, behind_opening(trajectory.opening_of(number), BEGINNING))
+    max_answer_length = max(1, PROBE_TOKENS - len(beginning))
     for golden in question.golden_answers:
-        if answer := encode(tokenizer, f" {neutralise(golden)}")[: max(1, PROBE_TOKENS - len(beginning))]:
+        answer = encode(tokenizer, f" {neutralise(golden)}")[:max_answer_length]
+        if answer:
             return np.asarray(beginning, np.int32), np.asarray(answer, np.int32)
     raise UserError(
         f"question {question.id!r}: the tokenizer makes no token of its golden answers"
@@ -95,6 +147,8 @@ def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[
     )
 
 
-def _sample(tokens: np.ndarray, count: int, prompt: int) -> Sample:
-    nothing = np.zeros(len(tokens), np.float32)
-    return Sample(tokens, np.arange(len(tokens)) >= len(tokens) - count, nothing, nothing, prompt=prompt)
+def _sample(tokens: np.ndarray, answer_length: int, prompt_length: int) -> Sample:
+    """Return a sample whose mask is True on the last `answer_length` tokens, those of the golden answer."""
+    zeros = np.zeros(len(tokens), np.float32)
+    mask = np.arange(len(tokens)) >= len(tokens) - answer_length
+    return Sample(tokens, mask, zeros, zeros, prompt=prompt_length)

@@ -1,4 +1,14 @@
-"""Estimators that pay turns by how they change the golden answer's probability, which `probe` computes."""
+"""Estimators that reward turns by how they change the golden answer's probability, which `probe` computes.
+
+s is a trajectory's score, T its last sampled turn, G its GRPO advantage, w `advantage.turn_weight` and γ
+`advantage.discount`. p_t is exp(mean log-probability of the golden answer's tokens) after turn t; p_0 is that
+before the first turn. z(x) = (x - mean) / (std + 1e-6) among the turns of the group that are compared, and 0
+for a turn that is compared with no other one; `advantage.normalize_std: false` drops the division.
+
+Each estimator takes the scored groups of the step, each with a trajectory or more, and the section
+`advantage`. It returns for each group and trajectory float64 [K], one advantage for each turn. It raises
+UserError if a turn has no `golden_logprobs` under the policy that it needs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +16,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibadv_jax.advantages import estimators
+from calibadv_jax.advantages.baselines import Estimate, scored_group
 from calibadv_jax.advantages.credit import sampled_turns
-from calibadv_jax.advantages.estimators import (
+from calibadv_jax.advantages.turn_rewards import (
     ByTurn,
-    Estimate,
     add_to_grpo,
     discounted_returns,
+    normalize_by_label,
     normalize_by_turn_index,
 )
 from calibadv_jax.config import AdvantageConfig
@@ -21,41 +31,66 @@ from calibadv_jax.core.trajectory import Group, Trajectory
 
 
 def igpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
-    """Standardise the gains of all turns and the scores of a group together; sum over later turns."""
-    return [_igpo(group, config) for group in groups]
+    """Return IGPO's advantages: A_t = Σ_(k≥t) γ^(k-t) z(r_k), among all turns of the group.
+
+    r_t = p_t - p_(t-1) under the policy before the step's update, and r_T = s. arXiv 2510.14967.
+    """
+    return [_igpo_advantages(group, config) for group in groups]
 
 
-def _igpo(group: Group, config: AdvantageConfig) -> ByTurn:
+def _igpo_advantages(group: Group, config: AdvantageConfig) -> ByTurn:
     rewards = []
-    for trajectory, score in zip(group.trajectories, estimators.scored_group(group).scores, strict=True):
+    for trajectory, score in zip(group.trajectories, scored_group(group).scores, strict=True):
         logprobs = _golden_logprobs(trajectory, "current")
-        rewards.append(np.append(np.diff(np.exp(logprobs)), score)[: len(logprobs)])
-    spread = estimators.standardised(rewards, [[0] * len(turns) for turns in rewards], config)
-    return [
-        np.pad(discounted_returns(gains, config.discount), (0, len(trajectory.turns) - len(gains)))
-        for trajectory, gains in zip(group.trajectories, spread, strict=True)
-    ]
+        gains = np.diff(np.exp(logprobs))  # float64 [T - 1], of the turns before the last sampled one
+        rewards.append(np.append(gains, score)[: len(logprobs)])  # empty if nothing was sampled
+    same_label = [[0] * len(turns) for turns in rewards]
+    normalized = normalize_by_label(rewards, same_label, config)
+    advantages = []
+    for trajectory, turns in zip(group.trajectories, normalized, strict=True):
+        returns = discounted_returns(turns, config.discount)
+        num_unsampled = len(trajectory.turns) - len(turns)
+        advantages.append(np.pad(returns, (0, num_unsampled)))
+    return advantages
 
 
-@add_to_grpo
-def a2tgpo(group: Group, config: AdvantageConfig) -> ByTurn:
-    """Compare gains among turns of one number; divide sums over later turns by the root of their number."""
+def a2tgpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+    """Return A²TGPO's advantages: A_t = G + w Σ_(k≥t) γ^(k-t) z(r_k) / √(number of terms of the sum).
+
+    r_t = p_t - p_(t-1) under the policy before the step's update. Turns of the same number are compared; the
+    last sampled turn keeps G. arXiv 2605.06200.
+    """
+    return add_to_grpo(groups, config, _a2tgpo_rewards)
+
+
+def _a2tgpo_rewards(group: Group, config: AdvantageConfig) -> ByTurn:
     logprobs = [_golden_logprobs(trajectory, "current") for trajectory in group.trajectories]
-    gains = normalize_by_turn_index([np.diff(np.exp(turns)) for turns in logprobs], config)
-    return [
-        discounted_returns(turns, config.discount) / np.sqrt(np.arange(len(turns), 0, -1)) for turns in gains
-    ]
+    gains = [np.diff(np.exp(trajectory_logprobs)) for trajectory_logprobs in logprobs]
+    rewards = []
+    for turns in normalize_by_turn_index(gains, config):
+        num_terms = np.arange(len(turns), 0, -1)  # of the sum that begins at each turn
+        rewards.append(discounted_returns(turns, config.discount) / np.sqrt(num_terms))
+    return rewards
 
 
-@add_to_grpo
-def tips(group: Group, config: AdvantageConfig) -> ByTurn:
-    """Compare among turns of one number how much a turn and those after it raise the log-probability."""
-    gains = [np.diff(_golden_logprobs(trajectory, "initial")) for trajectory in group.trajectories]
-    return normalize_by_turn_index([discounted_returns(turns, config.discount) for turns in gains], config)
+def tips(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+    """Return TIPS' advantages: A_t = G + w z(Σ_(k≥t) γ^(k-t) r_k), among turns of the same number.
+
+    r_t = log p_t - log p_(t-1) under the run's first policy; the last sampled turn keeps G. arXiv 2603.22293.
+    """
+    return add_to_grpo(groups, config, _tips_rewards)
+
+
+def _tips_rewards(group: Group, config: AdvantageConfig) -> ByTurn:
+    returns = []
+    for trajectory in group.trajectories:
+        gains = np.diff(_golden_logprobs(trajectory, "initial"))
+        returns.append(discounted_returns(gains, config.discount))
+    return normalize_by_turn_index(returns, config)
 
 
 def _golden_logprobs(trajectory: Trajectory, policy: str) -> np.ndarray:
-    """Return the golden answer's log-probability before each sampled turn, float64 [n]; up to 0."""
+    """Return the golden answer's log-probability before each turn up to the last sampled one, float64 [T]."""
     logprobs = [turn.golden_logprobs.get(policy) for turn in sampled_turns(trajectory)]
     if None in logprobs:
         raise UserError(

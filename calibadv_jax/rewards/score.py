@@ -17,187 +17,324 @@ from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.core.user_functions import failure, import_user_function, is_address
 
+# --- Agreement of a text with the golden answers ---
+
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
     """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0."""
-    return float(normalise_answer(prediction) in map(normalise_answer, golden_answers))
+    normalised = normalise_answer(prediction)
+    return float(normalised in [normalise_answer(golden) for golden in golden_answers])
 
 
 def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
     """Return 1.0 if any normalised golden answer is a substring of the normalised prediction, else 0.0.
 
-    A golden answer that normalises to nothing ("The") covers every prediction, as upstream.
+    A golden answer that is empty after normalisation, such as "The", is a substring of every prediction. The
+    CalibAdv authors' code does the same.
     """
     normalised = normalise_answer(prediction)
-    return float(any(golden in normalised for golden in map(normalise_answer, golden_answers)))
+    return float(any(normalise_answer(golden) in normalised for golden in golden_answers))
 
 
 def f1(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Return the best F1 in [0, 1] between the words of the prediction and those of a golden answer.
+    """Return the best F1 between the words of the prediction and those of a golden answer.
 
-    Computed as 2·common / (predicted + golden words): one rounding, so that equal fractions are equal
-    doubles, which the precision/recall form does not give. Two empty answers score 0.
+    F1 is computed as 2 · common / (predicted + golden words), with a single rounding. So equal fractions are
+    equal floating-point numbers, which is not so if it is computed from precision and recall.
+
+    Args:
+        prediction: the answer of the policy; it is normalised here.
+        golden_answers: the accepted answers, one or more; they are normalised here.
+
+    Returns:
+        A number in [0, 1]; 0 for two empty answers.
     """
     words = Counter(normalise_answer(prediction).split())
     best = 0.0
-    for golden in map(normalise_answer, golden_answers):
-        golden_words = Counter(golden.split())
+    for golden in golden_answers:
+        golden_words = Counter(normalise_answer(golden).split())
         common = (words & golden_words).total()
         if common:
             best = max(best, 2 * common / (words.total() + golden_words.total()))
     return best
 
 
-# Name, as in reward.answer and the metric reward/NAME -> score of (prediction, golden answers), in [0, 1].
+# Name, as in reward.answer and in the metric reward/NAME -> function that gives a score in [0, 1], given the
+# prediction and the golden answers.
 ANSWER_REWARDS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "em": exact_match,
     "f1": f1,
     "cover_em": cover_em,
 }
-METRICS = (*ANSWER_REWARDS, JUDGE, JUDGE_AGREEMENT, "format", "format_valid", "overlong_penalty")
-LOGGED_NAMES = (*METRICS, "mean", "max", "min")  # of reward/NAME
+# Metrics of a trajectory, logged as reward/NAME.
+METRICS = (
+    *ANSWER_REWARDS,
+    JUDGE,
+    JUDGE_AGREEMENT,
+    "format",
+    "format_valid",
+    "overlong_penalty",
+)
+# All names below reward/ that a user's own function may not have.
+LOGGED_NAMES = (
+    *METRICS,
+    "mean",
+    "max",
+    "min",
+)
+
+
+# --- Format validity ---
 
 
 def format_flaw(trajectory: Trajectory) -> str:
-    """Return the first reason for which a trajectory breaks the protocol; empty if it is valid.
+    """Return the first reason for which a trajectory breaks the protocol.
 
-    Valid: one or more turns that each sampled exactly think + the action that was executed and got an
-    observation, then one answer turn that sampled exactly think + answer. A protocol tag inside a body (a
-    forged observation, a second action) is invalid. The opening that the environment or the prompt wrote
-    counts as sampled. Only sampled text and turn structure are judged, never a document.
+    A valid trajectory has one or more action turns and then one answer turn. An action turn sampled exactly a
+    thought and the action that was executed, and got an observation; the answer turn sampled exactly a
+    thought and the answer. A protocol tag inside a body, such as a forged observation or a second action, is
+    a flaw. The opening that the environment or the prompt wrote counts as sampled. Only sampled text and the
+    order of turns are judged, never a document.
+
+    Returns:
+        The reason, such as "turn 2: the action was not executed", with turns counted from 1; "" for a valid
+        trajectory.
     """
-    for number, (turn, flaw) in enumerate(zip(trajectory.turns, turn_flaws(trajectory), strict=True), 1):
+    num_turns = len(trajectory.turns)
+    flaws = turn_flaws(trajectory)
+    for number, (turn, flaw) in enumerate(zip(trajectory.turns, flaws, strict=True), 1):
         if flaw:
             return f"turn {number}: {flaw}"
         if turn.is_action and not len(turn.observation_ids):
             return f"turn {number}: the action was not executed"
-        if turn.kind == "answer" and number < len(trajectory.turns):
+        if turn.kind == "answer" and number < num_turns:
             return f"turn {number}: an answer before the last turn"
     if trajectory.answer is None:
         return "the last turn is not an answer"
-    return "an answer without any action before it" if len(trajectory.turns) == 1 else ""
+    if num_turns == 1:
+        return "an answer without any action before it"
+    return ""
 
 
 def turn_flaws(trajectory: Trajectory) -> list[str]:
-    """Return for each turn why it is not exactly a thought and the element of its kind; empty if it is."""
+    """Return for each turn why it is not exactly a thought and the element of its kind.
+
+    Returns:
+        For each turn a reason, or "" if it has no flaw.
+    """
     grammar = Grammar(trajectory.actions)
-    return [
-        turn_flaw(whole_turn(trajectory.opening_of(number), turn.text), turn.kind, grammar)
-        for number, turn in enumerate(trajectory.turns)
-    ]
+    flaws = []
+    for number, turn in enumerate(trajectory.turns):
+        text = whole_turn(trajectory.opening_of(number), turn.text)
+        flaws.append(turn_flaw(text, turn.kind, grammar))
+    return flaws
+
+
+# --- Scores ---
 
 
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """Set `format_valid`, `answer_score` and the metrics of ANSWER_REWARDS, format and users' own functions.
+    """Score a trajectory: the weighted sum of its rewards times format validity, less the overlong penalty.
 
-    With `config.overlong_penalty` the score is less by the metric of that name. The other metrics are the raw
-    scores, not multiplied by format validity. A trajectory without an answer turn scores 0 everywhere. Raises
-    UserError if a user's own function fails or a verdict is missing.
+    Args:
+        trajectory: a finished trajectory. If a judge is among the rewards, its verdict is in `metrics`.
+        config: the section `reward`.
+
+    Returns:
+        A copy with `format_valid`, `answer_score`, `max_score`, and in `metrics` all of ANSWER_REWARDS,
+        "format", "overlong_penalty" if it is on, and the scores of users' own functions. The metrics are not
+        multiplied by format validity. A trajectory without an answer turn has 0 in all of ANSWER_REWARDS.
+
+    Raises:
+        UserError: if a user's own function fails, or a verdict of the judge is missing.
     """
-    answer, golden_answers = trajectory.answer, trajectory.question.golden_answers
-    scores = dict.fromkeys(ANSWER_REWARDS, 0.0)
-    if answer is not None:
-        scores = {name: reward(answer, golden_answers) for name, reward in ANSWER_REWARDS.items()}
-    scores |= {metric_name(name): own_score(name, trajectory) for name in config.weights if is_address(name)}
+    rewards: dict[str, float] = {}
+    for name, reward in ANSWER_REWARDS.items():
+        if trajectory.answer is None:
+            rewards[name] = 0.0
+        else:
+            rewards[name] = reward(trajectory.answer, trajectory.question.golden_answers)
+    for name in config.weights:
+        if is_address(name):
+            rewards[metric_name(name)] = own_score(name, trajectory)
     is_valid = not format_flaw(trajectory)
-    score = _answer_reward(trajectory, scores, config) if is_valid or not config.format else 0.0
+    score = 0.0
+    if is_valid or not config.format:
+        score = _answer_reward(trajectory, rewards, config)
+    metrics = trajectory.metrics | rewards
     if config.overlong_penalty:
-        scores["overlong_penalty"] = overlong_penalty(int(trajectory.mask.sum()), config)
-        score -= scores["overlong_penalty"]
+        penalty = overlong_penalty(int(trajectory.mask.sum()), config)
+        metrics["overlong_penalty"] = penalty
+        score -= penalty
+    metrics["format"] = float(is_valid)
     return replace(
         trajectory,
         format_valid=is_valid,
         answer_score=score,
         max_score=config.max_score,
-        metrics=trajectory.metrics | scores | {"format": float(is_valid)},
+        metrics=metrics,
     )
 
 
+def _answer_reward(trajectory: Trajectory, rewards: Mapping[str, float], config: RewardConfig) -> float:
+    """Return the weighted sum of an answer's rewards; a trajectory without an answer has the verdict 0."""
+    has_answer = trajectory.answer is not None
+    if JUDGE in config.weights and has_answer and JUDGE not in trajectory.metrics:
+        raise UserError(
+            "reward.answer names judge, but nobody has judged these trajectories: only a run with"
+            " reward.judge.url asks, while it samples"
+        )
+    values = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **rewards}
+    return math.fsum(weight * values[metric_name(name)] for name, weight in config.weights.items())
+
+
+def overlong_penalty(sampled: int, config: RewardConfig) -> float:
+    """Return the penalty on the length of a trajectory (soft overlong punishment of DAPO, arXiv 2503.14476).
+
+    Args:
+        sampled: number of sampled tokens.
+        config: the section `reward`.
+
+    Returns:
+        A number from 0 up to `overlong_from` tokens, growing linearly to `config.overlong_penalty` at
+        `overlong_until` tokens and more.
+    """
+    share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
+    return config.overlong_penalty * min(1.0, max(0.0, share))
+
+
+def text_scores(trajectory: Trajectory) -> dict[str, float]:
+    """Score the answer or, if the trajectory has none, all sampled text.
+
+    Returns:
+        The metrics "text_f1" and "text_cover_em", in [0, 1].
+    """
+    text = trajectory.answer
+    if text is None:
+        text = " ".join(turn.text for turn in trajectory.turns)
+    golden_answers = trajectory.question.golden_answers
+    return {
+        "text_f1": f1(text, golden_answers),
+        "text_cover_em": cover_em(text, golden_answers),
+    }
+
+
+def trajectory_scores(group: Group, config: RewardConfig) -> list[float]:
+    """Return the score of each trajectory of a group, before `config.shuffle`.
+
+    Raises:
+        UserError: as `score_trajectory`.
+    """
+    return [score_trajectory(trajectory, config).answer_score for trajectory in group.trajectories]
+
+
+def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.Generator) -> list[Group]:
+    """Score every trajectory of a step that has not failed.
+
+    Args:
+        groups: the groups of the step.
+        config: the section `reward`. With `shuffle`, a control experiment, the pairs (answer_score,
+            format_valid) are permuted over all trajectories of the step; the metrics stay as they are.
+        rng: draws the permutation; unused without `shuffle`.
+
+    Returns:
+        Copies of the groups.
+
+    Raises:
+        UserError: as `score_trajectory`.
+    """
+    scored_groups = []
+    for group in groups:
+        trajectories = [score_trajectory(trajectory, config) for trajectory in group.trajectories]
+        scored_groups.append(replace(group, trajectories=trajectories))
+    if config.shuffle:
+        return _shuffle_scores(scored_groups, rng)
+    return scored_groups
+
+
+def _shuffle_scores(groups: Sequence[Group], rng: np.random.Generator) -> list[Group]:
+    """Permute the pairs (answer_score, format_valid) over the trajectories of all groups."""
+    scored = [trajectory for group in groups for trajectory in group.trajectories]
+    permutation = rng.permutation(len(scored))
+    shuffled_groups = []
+    start = 0  # place of the group's first trajectory in `scored`
+    for group in groups:
+        trajectories = []
+        for place, trajectory in enumerate(group.trajectories, start):
+            source = scored[permutation[place]]
+            trajectories.append(
+                replace(trajectory, answer_score=source.answer_score, format_valid=source.format_valid)
+            )
+        shuffled_groups.append(replace(group, trajectories=trajectories))
+        start += len(trajectories)
+    return shuffled_groups
+
+
+# --- Users' own functions ---
+
+
 def metric_name(reward: str) -> str:
-    """Return the reward's name in the log, behind reward/."""
-    return reward.partition(":")[2] or reward
+    """Return the name below reward/ under which a reward is logged: that of the function, for an address."""
+    _, _, function_name = reward.partition(":")
+    return function_name or reward
+
+
+def own_score(address: str, trajectory: Trajectory) -> float:
+    """Return the score that a user's own function gives a trajectory.
+
+    Args:
+        address: ``package.module:function``, which takes the trajectory.
+        trajectory: a finished trajectory.
+
+    Raises:
+        UserError: if the function fails, or returns no finite number.
+    """
+    function = _load_own(address)
+    question = trajectory.question.id
+    try:
+        score = float(function(trajectory))
+    except Exception as error:  # a function of the user's own may raise anything
+        raise UserError(
+            f"reward.answer: {address} failed on an answer to question {question!r}: {failure(error)};"
+            " it must return a number for every trajectory"
+        ) from error
+    if not math.isfinite(score):
+        raise UserError(
+            f"reward.answer: {address} gave {score} for an answer to question {question!r};"
+            " it must return a finite number"
+        )
+    return score
 
 
 def _load_own(address: str) -> Callable[..., float]:
     return import_user_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
 
 
-def own_score(address: str, trajectory: Trajectory) -> float:
-    """Return the score by a user's own function; raise UserError if it fails or gives no finite number."""
-    function, question = _load_own(address), trajectory.question.id
-    try:
-        score = float(function(trajectory))
-    except Exception as error:  # a function of the user's own may raise anything
-        place = f"{address} failed on an answer to question {question!r}: {failure(error)}"
-        raise UserError(f"reward.answer: {place}; it must return a number for every trajectory") from error
-    if not math.isfinite(score):
-        place = f"{address} gave {score} for an answer to question {question!r}"
-        raise UserError(f"reward.answer: {place}; it must return a finite number")
-    return score
-
-
-def _answer_reward(trajectory: Trajectory, scores: Mapping[str, float], config: RewardConfig) -> float:
-    if JUDGE in config.weights and trajectory.answer is not None and JUDGE not in trajectory.metrics:
-        raise UserError(
-            "reward.answer names judge, but nobody has judged these trajectories: only a run with"
-            " reward.judge.url asks, while it samples"
-        )
-    scores = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **scores}
-    return math.fsum(weight * scores[metric_name(name)] for name, weight in config.weights.items())
-
-
 def check_reward(config: RewardConfig) -> list[str]:
-    """Describe the reward; empty where it is a built-in comparison.
+    """Check the reward's functions, and describe the reward.
 
-    Raises UserError if a user's own function cannot be loaded, or two rewards have the same name.
+    Returns:
+        Lines of text; none if the reward is a single built-in comparison and there is no judge.
+
+    Raises:
+        UserError: if a user's own function cannot be loaded, or has the name of another metric.
     """
     names = [metric_name(name) for name in config.weights]
-    for address in filter(is_address, config.weights):
+    for address in config.weights:
+        if not is_address(address):
+            continue
         _load_own(address)
         name = metric_name(address)
         if name in LOGGED_NAMES or names.count(name) > 1:
-            fault = f"would be logged as reward/{name}, which is another metric's name"
-            raise UserError(f"reward.answer: {address} {fault}; rename the function")
+            raise UserError(
+                f"reward.answer: {address} would be logged as reward/{name}, which is another metric's name;"
+                " rename the function"
+            )
     lines = []
     if config.judge.url:
         lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")
-    if not isinstance(config.answer, str) or config.answer not in ANSWER_REWARDS:
-        terms = " + ".join(f"{weight:g} × {name}" for name, weight in config.weights.items())
-        lines.append(f"reward of an answer: {terms}")
+    is_built_in = isinstance(config.answer, str) and config.answer in ANSWER_REWARDS
+    if not is_built_in:
+        terms = [f"{weight:g} × {name}" for name, weight in config.weights.items()]
+        lines.append(f"reward of an answer: {' + '.join(terms)}")
     return lines
-
-
-def overlong_penalty(sampled: int, config: RewardConfig) -> float:
-    """Return the penalty of `sampled` tokens: linear from 0 at `overlong_from` to all at `overlong_until`."""
-    share = (sampled - config.overlong_from) / (config.overlong_until - config.overlong_from)
-    return config.overlong_penalty * min(1.0, max(0.0, share))
-
-
-def text_scores(trajectory: Trajectory) -> dict[str, float]:
-    """Score the answer or, where none is marked, the whole output."""
-    text, golden_answers = trajectory.answer, trajectory.question.golden_answers
-    if text is None:
-        text = " ".join(turn.text for turn in trajectory.turns)
-    return {f"text_{name}": ANSWER_REWARDS[name](text, golden_answers) for name in ("f1", "cover_em")}
-
-
-def trajectory_scores(group: Group, config: RewardConfig) -> list[float]:
-    """Return the score of each trajectory of a group, before `config.shuffle`."""
-    return [score_trajectory(trajectory, config).answer_score for trajectory in group.trajectories]
-
-
-def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.Generator) -> list[Group]:
-    """Score every trajectory that has not failed.
-
-    With `config.shuffle`, a control experiment, the pairs (answer_score, format_valid) are then permuted with
-    `rng` over all trajectories of the step; the metrics stay true. Otherwise `rng` is not drawn from.
-    """
-    scored = [score_trajectory(trajectory, config) for group in groups for trajectory in group.trajectories]
-    if config.shuffle:
-        sources = [scored[index] for index in rng.permutation(len(scored))]
-        scored = [
-            replace(trajectory, answer_score=source.answer_score, format_valid=source.format_valid)
-            for trajectory, source in zip(scored, sources, strict=True)
-        ]
-    remaining = iter(scored)
-    return [replace(group, trajectories=[next(remaining) for _ in group.trajectories]) for group in groups]

@@ -26,30 +26,57 @@ from calibadv_jax.core.user_functions import failure
 
 @dataclass(frozen=True)
 class RetrieverAction(Action):
-    max_length: int = 0
-    retriever: Any = None
+    """An action that asks the retriever."""
+
+    max_length: int = 0  # tokens of an observation; 0: rollout.max_observation_length
+    retriever: Any = None  # a client as `interfaces.Retriever`, which the agent loop sets
 
 
 class SearchAction(RetrieverAction):
     """Documents for a query, best first."""
 
-    name, purpose, argument = "search", "search", "query"
+    name = "search"
+    purpose = "search"
+    argument = "query"
     keeps_documents_whole = True
 
     async def call(self, argument: str) -> Reply:
+        """Return the documents of a query.
+
+        Args:
+            argument: the query.
+
+        Raises:
+            QueryRefused: if the retriever refuses the query.
+            RequestFailed: if the retriever gives no reply.
+            UserError: if the retriever cannot answer any query.
+        """
         (documents,) = await self.retriever.search([argument])
         return Reply(tuple(documents))
 
     def render(self, reply: Reply) -> str:
+        """Return the numbered documents, or a sentence that says that there are none."""
         return super().render(reply) or NOTHING_FOUND
 
 
 class AccessAction(RetrieverAction):
     """A page of the retriever, by its address."""
 
-    name, purpose, argument = "access", "read a whole page", "address of the page"
+    name = "access"
+    purpose = "read a whole page"
+    argument = "address of the page"
 
     async def call(self, argument: str) -> Reply:
+        """Return the page at an address.
+
+        Args:
+            argument: the address.
+
+        Raises:
+            ActionRefused: if there is no such page.
+            RequestFailed: if the retriever gives no reply.
+            UserError: if the retriever cannot answer any request.
+        """
         (page,) = await self.retriever.access([argument])
         if page is None:
             raise ActionRefused("there is no page with this address")
@@ -57,18 +84,42 @@ class AccessAction(RetrieverAction):
 
 
 class OwnAction(Action):
-    """A user's own action: its errors, and calls beyond `time_limit` seconds, fail the trajectory only."""
+    """A guard around a user's own action: its errors, and calls that take too long, fail the trajectory only.
+
+    Args:
+        inner: the user's action.
+        time_limit: seconds that one call may take.
+        max_length: tokens of an observation; 0: the limit of the user's action.
+    """
 
     def __init__(self, inner: Action, time_limit: float, max_length: int = 0):
-        self._inner, self._time_limit = inner, time_limit
-        self.name, self.purpose, self.argument = inner.name, inner.purpose, inner.argument
-        self.may_be_empty, self.max_length = inner.may_be_empty, max_length or inner.max_length
+        self._inner = inner
+        self._time_limit = time_limit
+        self.name = inner.name
+        self.purpose = inner.purpose
+        self.argument = inner.argument
+        self.may_be_empty = inner.may_be_empty
+        self.max_length = max_length or inner.max_length
 
     def parse(self, body: str) -> Any:
+        """Return the argument of `call`, as the user's action parses it.
+
+        Raises:
+            ValueError: if the user's action refuses the body.
+            UserError: if the user's action raises it.
+            RequestFailed: if the user's action fails in another way.
+        """
         with self._guarded(ValueError, UserError):
             return self._inner.parse(body)
 
     async def call(self, argument: Any) -> Reply:
+        """Execute the user's action, and check what it returns.
+
+        Raises:
+            ActionRefused: if the user's action refuses the argument.
+            UserError: if the user's action raises it, or returns something else than a reply.
+            RequestFailed: if the user's action fails in another way, or takes longer than the time limit.
+        """
         limit = asyncio.timeout(self._time_limit)
         with self._guarded(ActionRefused, UserError, limit=limit):
             async with limit:
@@ -76,14 +127,26 @@ class OwnAction(Action):
         return self._checked(reply)
 
     def render(self, reply: Reply) -> str:
+        """Return the text between an observation's tags, as the user's action renders the reply.
+
+        Raises:
+            UserError: if the result is not a text.
+            RequestFailed: if the user's action fails.
+        """
         with self._guarded():
             text = self._inner.render(reply)
         if not isinstance(text, str):
-            fault = f"render returned {type(text).__name__}"
-            raise UserError(f"action {self.name}: {fault}; it must return a text")
+            raise UserError(
+                f"action {self.name}: render returned {type(text).__name__}; it must return a text"
+            )
         return text
 
     async def close(self) -> None:
+        """Close the user's action.
+
+        Raises:
+            UserError: if that fails.
+        """
         try:
             await self._inner.close()
         except Exception as error:  # the user's code may raise anything
@@ -91,6 +154,7 @@ class OwnAction(Action):
 
     @contextmanager
     def _guarded(self, *passed: type[Exception], limit: asyncio.Timeout | None = None) -> Iterator[None]:
+        """Raise RequestFailed for every error of the user's code but those of the types `passed`."""
         try:
             yield
         except passed:
@@ -101,31 +165,44 @@ class OwnAction(Action):
                 reason = f"no reply within {self._time_limit:g} s"
             raise RequestFailed(self.name, f"action {self.name}: {reason}") from error
 
-    def _checked(self, reply: Any) -> Reply:
-        returned = type(reply).__name__
-        if isinstance(reply, str):
-            return Reply(text=reply)
-        if isinstance(reply, Sequence):
-            reply = Reply(tuple(reply))
-        is_reply = isinstance(reply, Reply) and isinstance(reply.documents, Sequence)
-        if not (is_reply and all(map(_is_valid, reply.documents)) and isinstance(reply.text, str)):
+    def _checked(self, returned: Any) -> Reply:
+        """Return what `call` returned as a reply; raise UserError if that is impossible."""
+        if isinstance(returned, str):
+            return Reply(text=returned)
+        reply = Reply(tuple(returned)) if isinstance(returned, Sequence) else returned
+        if not _is_valid_reply(reply):
             raise UserError(
-                f"action {self.name}: call returned {returned}; it must return a text, a list of"
-                " Documents or a Reply, whose ids, titles and texts are texts and whose scores are finite"
+                f"action {self.name}: call returned {type(returned).__name__}; it must return a text, a list"
+                " of Documents or a Reply, whose ids, titles and texts are texts and whose scores are finite"
             )
         return reply
 
 
-def _is_valid(document: Any) -> bool:
+def _is_valid_reply(reply: Any) -> bool:
+    if not isinstance(reply, Reply) or not isinstance(reply.documents, Sequence):
+        return False
+    return all(_is_valid_document(document) for document in reply.documents) and isinstance(reply.text, str)
+
+
+def _is_valid_document(document: Any) -> bool:
     if not isinstance(document, Document):
         return False
-    score, texts = document.score, (document.id, document.title, document.text)
-    is_number = score is None or (isinstance(score, int | float) and math.isfinite(score))
-    return is_number and all(isinstance(text, str) for text in texts)
+    has_texts = all(isinstance(text, str) for text in (document.id, document.title, document.text))
+    return has_texts and _is_valid_score(document.score)
+
+
+def _is_valid_score(score: Any) -> bool:
+    if score is None:
+        return True
+    return isinstance(score, int | float) and math.isfinite(score)
 
 
 def grammar_of(actions: Sequence[Action]) -> Grammar:
-    """Return the tags of these actions; without actions those of search alone."""
+    """Return the tags of these actions.
+
+    Args:
+        actions: the actions that are on; none stand for search alone.
+    """
     if not actions:
         return SEARCH_GRAMMAR
     may_be_empty = frozenset(action.name for action in actions if action.may_be_empty)
@@ -133,19 +210,36 @@ def grammar_of(actions: Sequence[Action]) -> Grammar:
 
 
 def usages(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[str, str]]:
-    """Return each action's name, purpose and argument, neutralised as a server may have written them."""
+    """Return the name, purpose and argument of each action.
+
+    Purpose and argument are neutralised, since a server may have written them.
+
+    Args:
+        actions: the actions that are on; none stand for search alone.
+        extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+
+    Returns:
+        For each action its texts by "name", "purpose" and "argument".
+    """
     grammar = grammar_of(actions)
-    return [
-        {
-            "name": action.name,
-            "purpose": neutralise(action.purpose, extra, grammar),
-            "argument": neutralise(action.argument, extra, grammar),
-        }
-        for action in actions or (SearchAction(),)
-    ]
+    texts = []
+    for action in actions or (SearchAction(),):
+        texts.append(
+            {
+                "name": action.name,
+                "purpose": neutralise(action.purpose, extra, grammar),
+                "argument": neutralise(action.argument, extra, grammar),
+            }
+        )
+    return texts
 
 
 def invalid_notice(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
-    """Return the notice after an invalid turn; without actions that of search alone."""
-    ways = "".join(USAGE.format(**usage) for usage in usages(actions, extra))
-    return INVALID_TEMPLATE.format(usages=ways + ANSWER_USAGE)
+    """Return the notice after an invalid turn, which says how each action is called.
+
+    Args:
+        actions: the actions that are on; none stand for search alone.
+        extra: the tokenizer's control tokens.
+    """
+    sentences = [USAGE.format(**usage) for usage in usages(actions, extra)]
+    return INVALID_TEMPLATE.format(usages="".join(sentences) + ANSWER_USAGE)

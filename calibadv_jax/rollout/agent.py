@@ -1,6 +1,7 @@
 """The turn loop of one trajectory: think, act, read, answer.
 
-Token-in, token-out: sampled ids are trained on; they are decoded only to decide what the environment does.
+The loop is token-in, token-out: the sampled token ids themselves are continued and trained on. They are
+decoded only to decide what the environment does.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
-from calibadv_jax.core.interfaces import Action, Completion, Judge, Reply, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.interfaces import Action, Completion, Judge, Retriever, Sampler, SamplingParams
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.tags import (
     QUERY_REFUSED,
@@ -29,7 +30,7 @@ from calibadv_jax.core.tags import (
     well_formed,
     whole_turn,
 )
-from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.observation import (
     Observations,
@@ -41,74 +42,91 @@ from calibadv_jax.rollout.observation import (
 from calibadv_jax.rollout.prompts import open_prompt
 
 
+def _ignore_turn(turn: Turn, is_observed: bool) -> None:
+    """Take no notice of a turn."""
+
+
 @dataclass(frozen=True)
 class RolloutContext:
-    """Services and settings of every trajectory of a run; no `actions` stand for search alone."""
+    """Services and settings of every trajectory of a run."""
 
     sampler: Sampler
     retriever: Retriever
-    tokenizer: Any
+    tokenizer: Any  # a tokenizer of transformers
     rollout: RolloutConfig
     prompt: PromptConfig
-    actions: tuple[Action, ...] = ()
-    judge: Judge | None = None
-    # Trajectories "begun" and "ended", "searches" and sampled "tokens" so far; other threads read it.
+    actions: tuple[Action, ...] = ()  # the actions that are on; none stand for search alone
+    judge: Judge | None = None  # scores answers; None: answers are not judged
+    # Counts so far: "begun" and "ended" trajectories, "searches", sampled "tokens". Other threads read them.
     work: Counter[str] = field(default_factory=Counter)
-    # Gets each sampled turn with False, and with True when it has its observation.
-    watch: Callable[[Turn, bool], object] = lambda turn, is_observed: None
+    # Called with each sampled turn and False, and with it and True once it has its observation.
+    watch: Callable[[Turn, bool], object] = _ignore_turn
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
-        """The actions that are on; actions of the retriever use `retriever`."""
-        actions = {action.name: action for action in self.actions or (SearchAction(),)}
-        for name, action in actions.items():
+        """The actions that are on, by name; those of the retriever ask `retriever`."""
+        actions: dict[str, Action] = {}
+        for action in self.actions or (SearchAction(),):
             if isinstance(action, RetrieverAction):
-                actions[name] = replace(action, retriever=self.retriever)
+                action = replace(action, retriever=self.retriever)
+            actions[action.name] = action
         return actions
 
     @cached_property
     def grammar(self) -> Grammar:
+        """The tags of the actions that are on."""
         return grammar_of(self.actions)
 
     @cached_property
     def observations(self) -> Observations:
-        notice = invalid_notice(self.actions, added_token_strings(self.tokenizer) if self.actions else ())
+        """The writer of observations."""
+        extra: Collection[str] = ()
+        if self.actions:
+            extra = added_token_strings(self.tokenizer)
+        notice = invalid_notice(self.actions, extra)
         return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening, notice)
 
 
 async def run_trajectory(
     context: RolloutContext, question: Question, index: int, seed: int, session: str
 ) -> Trajectory:
-    """Write one trajectory; with question, index and turn, `seed` determines every sampled token.
+    """Write one trajectory.
 
-    At most `rollout.max_searches` turns get an observation (retried invalid ones count); then comes one final
-    turn, in which an action stays unanswered. The trajectory ends at an answer, at a turn cut by a length
-    limit, at an invalid turn (unless `on_invalid` is "retry"), and where an observation would leave no room
-    for another token within `max_length`: that observation is dropped. A trajectory that sampler, action or
-    judge could not serve (RequestFailed), or that took longer than `rollout.time_limit`, carries its error
-    and the turns it had. Its `session` at the sampler, unique among those in flight, is always released.
+    At most `rollout.max_searches` turns get an observation (retried invalid ones count). Then comes one final
+    turn, whose action, if any, is not executed. The trajectory ends
+
+    - at an answer,
+    - at a turn that a length limit cut,
+    - at an invalid turn, unless `rollout.on_invalid` is "retry",
+    - before an observation that would leave no room for another token within `rollout.max_length`; this
+      observation is dropped.
+
+    Args:
+        context: services and settings.
+        question: the question.
+        index: place of the trajectory in its group.
+        seed: determines, with the question's id, the index and the turn, every sampled token.
+        session: name of the trajectory at the sampler, unique among those in flight. It is always released.
+
+    Returns:
+        The trajectory, unscored. If sampler, action or judge could not serve it, or it took longer than
+        `rollout.time_limit`, it has an `error` and the turns up to there.
+
+    Raises:
+        UserError: if no trajectory can be written, such as with a prompt that is too long.
     """
-    rollout, opening = context.rollout, context.prompt.opening
-    prompt_ids, first_opening = open_prompt(
-        question, context.tokenizer, context.prompt, rollout.max_prompt_length, context.actions
-    )
-    trajectory = Trajectory(
-        question,
-        prompt_ids,
-        index=index,
-        opening=opening,
-        first_opening=None if first_opening == opening else first_opening,
-        actions=context.grammar.actions,
-    )
+    rollout = context.rollout
+    trajectory = _begin(context, question, index)
     start = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:
         async with limit:
-            await _write(trajectory, context, seed, session)
+            await _write_turns(trajectory, context, seed, session)
             if context.judge is not None and trajectory.answer is not None:
                 trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
-        trajectory.error = well_formed(redact(f"{error.service}: {' '.join(str(error).split())}"))
+        message = " ".join(str(error).split())
+        trajectory.error = well_formed(redact(f"{error.service}: {message}"))
     except TimeoutError:
         if not limit.expired():
             raise
@@ -119,9 +137,26 @@ async def run_trajectory(
     return trajectory
 
 
-async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, session: str) -> None:
+def _begin(context: RolloutContext, question: Question, index: int) -> Trajectory:
+    """Return a trajectory that has its prompt and no turns."""
+    prompt_ids, first_opening = open_prompt(
+        question, context.tokenizer, context.prompt, context.rollout.max_prompt_length, context.actions
+    )
+    opening = context.prompt.opening
+    return Trajectory(
+        question,
+        prompt_ids,
+        index=index,
+        opening=opening,
+        first_opening=None if first_opening == opening else first_opening,
+        actions=context.grammar.actions,
+    )
+
+
+async def _write_turns(trajectory: Trajectory, context: RolloutContext, seed: int, session: str) -> None:
+    """Sample turns and append their observations until the trajectory ends."""
     rollout = context.rollout
-    tokens = trajectory.prompt_ids.tolist()
+    tokens = trajectory.prompt_ids.tolist()  # the whole context so far
     for number in range(rollout.max_searches + 1):
         sampling = SamplingParams(
             max_tokens=min(rollout.max_turn_length, rollout.max_length - len(tokens)),
@@ -132,69 +167,104 @@ async def _write(trajectory: Trajectory, context: RolloutContext, seed: int, ses
             stop=context.grammar.stop_strings,
         )
         completion = await context.sampler.generate(tokens, sampling, session)
-        turn = _read(completion, context, trajectory.opening_of(number))
+        turn = _read_turn(completion, context, trajectory.opening_of(number))
         trajectory.turns.append(turn)
         context.work["tokens"] += len(turn.token_ids)
         context.watch(turn, False)
         tokens += completion.token_ids
-        goes_on = turn.is_action or (turn.kind == "invalid" and rollout.on_invalid == "retry")
-        if number == rollout.max_searches or not goes_on:
+        is_retried = turn.kind == "invalid" and rollout.on_invalid == "retry"
+        if number == rollout.max_searches or not (turn.is_action or is_retried):
             return
-        if not await _observe(turn, context, room=rollout.max_length - len(tokens) - 1):
+        room = rollout.max_length - len(tokens) - 1
+        if not await _observe(turn, context, room):
             return
         context.watch(turn, True)
         tokens += turn.observation_ids.tolist()
 
 
 def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
-    """Return a uint32 that depends on all four, the same on every machine."""
+    """Return the seed of a turn, the same on every machine.
+
+    Args:
+        seed: seed of the group.
+        question_id: id of the question.
+        index: place of the trajectory in its group.
+        turn: number of the turn, from 0.
+
+    Returns:
+        A uint32 that depends on all four.
+    """
     digest = hashlib.blake2b(f"{seed}\0{question_id}\0{index}\0{turn}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
 
-def _read(completion: Completion, context: RolloutContext, opening: str) -> Turn:
-    ids = completion.token_ids
-    # A policy may know several end-of-text tokens; the sampler says "eos" for each of them.
-    ended = completion.stop_reason == "eos"
-    text = decode(context.tokenizer, ids[:-1] if ended else ids)
+def _read_turn(completion: Completion, context: RolloutContext, opening: str) -> Turn:
+    """Decode and parse a completion; `opening` is the environment's text before it."""
+    text_ids = completion.token_ids
+    # A policy may have several end-of-text tokens; the sampler says "eos" for each of them.
+    if completion.stop_reason == "eos":
+        text_ids = text_ids[:-1]
+    text = decode(context.tokenizer, text_ids)
     parsed = parse_turn(whole_turn(opening, text), completion.stop_reason, context.grammar)
     return Turn(
-        token_ids=np.asarray(ids, np.int32),
+        kind=parsed.kind,
+        token_ids=np.asarray(completion.token_ids, np.int32),
         logprobs=np.asarray(completion.logprobs, np.float32),
         text=text,
+        think=parsed.think,
+        query=parsed.query,
+        answer=parsed.answer,
         stop_reason=completion.stop_reason,
         policy_versions=completion.policy_versions,
-        **vars(parsed),
     )
 
 
 async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
-    """Append the environment's reply to the turn; False where it has more than `room` tokens."""
+    """Add the environment's reply to a turn.
+
+    Returns:
+        Whether the reply has at most `room` tokens; a longer one is not added.
+    """
     if room < 1:
         return False
-    observations, reply = context.observations, Reply()
+    documents: tuple[Document, ...] = ()
     if turn.is_action:
-        action = context.by_name[turn.kind]
-        context.work["searches"] += turn.kind == "search"
-        observations = observations.of(action)
-        try:
-            reply = await action.call(_argument(action, turn.query))
-        except (QueryRefused, ActionRefused) as error:
-            turn.is_refused = True
-            ids, text = observations.information(_refusal(turn.kind, error, context))
-        else:
-            limit = observations.max_length
-            reply = neutralise_reply(reply, action, context.tokenizer, context.grammar, limit)
-            ids, text = observations.information(action.render(reply))
+        documents, ids, text = await _execute(turn, context)
     else:
-        ids, text = observations.invalid()
+        ids, text = context.observations.invalid()
     if len(ids) > room:
         return False
-    turn.documents, turn.observation_ids, turn.observation_text = reply.documents, ids, text
+    turn.documents = documents
+    turn.observation_ids = ids
+    turn.observation_text = text
     return True
 
 
-def _argument(action: Action, body: str) -> Any:
+async def _execute(turn: Turn, context: RolloutContext) -> tuple[tuple[Document, ...], np.ndarray, str]:
+    """Execute the action of a turn.
+
+    Returns:
+        The documents that it returned, and its observation as token ids, int32 [M], and as text.
+    """
+    action = context.by_name[turn.kind]
+    if turn.kind == "search":
+        context.work["searches"] += 1
+    observations = context.observations.of(action)
+    try:
+        argument = _parse_argument(action, turn.query)
+        reply = await action.call(argument)
+    except (QueryRefused, ActionRefused) as error:
+        turn.is_refused = True
+        ids, text = observations.information(_refusal(turn.kind, error, context))
+        return (), ids, text
+    reply = neutralise_reply(
+        reply, action, context.tokenizer, context.grammar, max_length=observations.max_length
+    )
+    ids, text = observations.information(action.render(reply))
+    return reply.documents, ids, text
+
+
+def _parse_argument(action: Action, body: str) -> Any:
     try:
         return action.parse(body)
     except ValueError as error:
@@ -202,6 +272,7 @@ def _argument(action: Action, body: str) -> Any:
 
 
 def _refusal(name: str, error: Exception, context: RolloutContext) -> str:
+    """Return the neutralised body of the observation after a refused action."""
     if isinstance(error, QueryRefused):
         return QUERY_REFUSED
     extra = added_token_strings(context.tokenizer)

@@ -1,4 +1,4 @@
-"""Observations: the neutralised reply after a turn, in text and tokens."""
+"""Observations: what the environment writes after a turn, neutralised, as text and as tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from calibadv_jax.core.tags import (
 )
 from calibadv_jax.core.trajectory import Document
 
-_MARKUP = frozenset("<>[]{}|｜")
-LETTERS = 16  # of a text that are looked at first, for each of the tokens that will be shown
+_MARKUP = frozenset("<>[]{}|｜")  # Characters of which control tokens have one or more.
+# Characters that `cut_early` tokenizes first, for each token that may be shown.
+CHARACTERS_PER_TOKEN = 16
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text, without the special tokens that a tokenizer adds around it."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -35,32 +37,54 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def added_token_strings(tokenizer: Any) -> frozenset[str]:
-    """Return the control tokens: strings that become a token of their own wherever they occur.
+    """Return the tokenizer's control tokens: strings that become a token of their own wherever they occur.
 
     Added tokens without markup (a word, a run of spaces) and special tokens of one character do not count.
     """
-    special = {str(token) for token in tokenizer.all_special_tokens}
-    added = {token for token in map(str, tokenizer.get_added_vocab()) if _MARKUP & set(token)}
-    return frozenset(token for token in special | added if len(token) > 1)
+    tokens = {str(token) for token in tokenizer.all_special_tokens}
+    for added_token in tokenizer.get_added_vocab():
+        text = str(added_token)
+        if _MARKUP & set(text):
+            tokens.add(text)
+    return frozenset(token for token in tokens if len(token) > 1)
 
 
 def neutralise_documents(
     documents: Sequence[Document], tokenizer: Any, grammar: Grammar = SEARCH_GRAMMAR
 ) -> tuple[Document, ...]:
-    """Return retrieved documents as they may be shown and kept."""
+    """Return retrieved documents whose titles and texts are neutralised, so that they may be shown and kept.
+
+    Args:
+        documents: documents as the retriever returned them.
+        tokenizer: its control tokens are neutralised.
+        grammar: its tags are neutralised.
+    """
     extra = added_token_strings(tokenizer)
-
-    def shown(document: Document) -> Document:
-        title, text = (neutralise(part, extra, grammar) for part in (document.title, document.text))
-        return replace(document, id=well_formed(document.id), title=title, text=text)
-
-    return tuple(map(shown, documents))
+    neutral = []
+    for document in documents:
+        neutral.append(
+            replace(
+                document,
+                id=well_formed(document.id),
+                title=neutralise(document.title, extra, grammar),
+                text=neutralise(document.text, extra, grammar),
+            )
+        )
+    return tuple(neutral)
 
 
 def neutralise_reply(
     reply: Reply, action: Action, tokenizer: Any, grammar: Grammar, max_length: int
 ) -> Reply:
-    """Return an action's reply as it may be shown and kept: cut at `max_length` tokens, and neutralised."""
+    """Return an action's reply cut and neutralised, so that it may be shown and kept.
+
+    Args:
+        reply: the reply of an action.
+        action: the action; if it `keeps_documents_whole`, documents are not cut.
+        tokenizer: counts tokens; its control tokens are neutralised.
+        grammar: its tags are neutralised.
+        max_length: tokens that may be shown. Each text keeps at least as many, see `cut_early`.
+    """
 
     def cut(text: str) -> str:
         return cut_early(well_formed(text), tokenizer, max_length)
@@ -72,46 +96,75 @@ def neutralise_reply(
         )
     documents = neutralise_documents(documents, tokenizer, grammar)
     text = cut(reply.text)
-    return Reply(documents, neutralise(text, added_token_strings(tokenizer), grammar) if text else "")
+    if text:
+        text = neutralise(text, added_token_strings(tokenizer), grammar)
+    return Reply(documents, text)
 
 
 @dataclass(frozen=True)
 class Observations:
-    """Writes observations, tokenised on their own: int32 [M] ids and their text."""
+    """Writes observations, which are tokenized on their own, apart from the turn before them."""
 
     tokenizer: Any
     max_length: int  # tokens; a longer information block loses the end of its body, never its closing tag
-    opening: str  # of the turn that follows, see `PromptConfig.opening`
+    opening: str  # beginning of the turn that follows, see `PromptConfig.opening`
     notice: str = INVALID_ACTION  # after an invalid turn
 
     def of(self, action: Action) -> Observations:
-        """Apply the action's own limit, where that is smaller."""
-        return replace(self, max_length=min(self.max_length, action.max_length or self.max_length))
+        """Return a writer for this action, which has the action's own limit if that is smaller."""
+        limit = action.max_length or self.max_length
+        return replace(self, max_length=min(self.max_length, limit))
 
     def information(self, body: str) -> tuple[np.ndarray, str]:
-        """Return the information block of a neutralised body; raise UserError if not even the tags fit."""
+        """Return the information block with this body.
+
+        Args:
+            body: neutralised text.
+
+        Returns:
+            Token ids, int32 [M] with M at most `max_length`, and their text. If the body is too long, its end
+            is cut.
+
+        Raises:
+            UserError: if not even the tags fit.
+        """
         ending = CLOSE_INFORMATION + self.opening
         start = cut_early(OPEN_INFORMATION + body, self.tokenizer, self.max_length)
         ids = encode(self.tokenizer, start + ending)
         if len(ids) <= self.max_length:
             return np.asarray(ids, np.int32), start + ending
         closing = encode(self.tokenizer, ending)
-        opening = encode(self.tokenizer, start)[: max(0, self.max_length - len(closing))]
-        tags = len(encode(self.tokenizer, OPEN_INFORMATION))
-        if tags > len(opening):
-            fault = f"rollout.max_observation_length is {self.max_length}"
-            raise UserError(f"{fault}, but the tags alone need {tags + len(closing)} tokens: raise it")
-        return np.asarray([*opening, *closing], np.int32), decode(self.tokenizer, opening) + ending
+        room = max(0, self.max_length - len(closing))
+        kept = encode(self.tokenizer, start)[:room]
+        num_opening = len(encode(self.tokenizer, OPEN_INFORMATION))
+        if num_opening > len(kept):
+            raise UserError(
+                f"rollout.max_observation_length is {self.max_length}, but the tags alone need"
+                f" {num_opening + len(closing)} tokens: raise it"
+            )
+        return np.asarray([*kept, *closing], np.int32), decode(self.tokenizer, kept) + ending
 
     def invalid(self) -> tuple[np.ndarray, str]:
-        """Return the notice after a turn that asks for nothing; it is never cut."""
+        """Return the notice after an invalid turn; it is never cut.
+
+        Returns:
+            Token ids, int32 [M], and their text.
+        """
         text = self.notice + self.opening
         return np.asarray(encode(self.tokenizer, text), np.int32), text
 
 
 def cut_early(text: str, tokenizer: Any, max_length: int) -> str:
-    """Drop the end of a long text that cannot change its first `max_length` tokens: twice as many stay."""
-    length = LETTERS * max_length
+    """Drop the end of a long text, so that tokenizing the rest is fast.
+
+    The first `max_length` tokens do not change, since at least twice as many stay.
+
+    Args:
+        text: a text of any length.
+        tokenizer: counts tokens.
+        max_length: tokens that may be shown.
+    """
+    length = CHARACTERS_PER_TOKEN * max_length
     while length < len(text):
         if len(encode(tokenizer, text[:length])) >= 2 * max_length:
             return text[:length]

@@ -1,11 +1,10 @@
-"""The prompt of a question: templates, tokens, and which prompts are too long."""
+"""The prompt of a question: its template, its tokens, and whether it is too long."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 from collections.abc import Collection, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from calibadv_jax.core.user_functions import failure
 from calibadv_jax.rollout.actions import grammar_of, usages
 from calibadv_jax.rollout.observation import added_token_strings, encode
 
-ACTIONS = "{actions}"  # in a template: where the actions that are on are listed
-# Of Search-R1 and CalibAdv, word for word: their policies were trained under this prompt.
+ACTIONS = "{actions}"  # The place in a template at which the actions that are on are listed.
+# The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.
 _PAPER = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time"
     " you get new information. {actions} If you find no"
@@ -28,25 +27,35 @@ _PAPER = (
     " </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
     " Question: {question}\n"
 )
-_SEARCH = (
+_SEARCH_ACTION = (
     "After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query"
     " </search> and it will return the top searched results between <information> and </information>. You can"
     " search as many times as your want."
 )
-_OTHER = (
+_OTHER_ACTION = (
     "You can {purpose} by <{name}> {argument} </{name}>, and you get what it brings between <information> and"
     " </information>."
 )
-TEMPLATES = {"paper": _PAPER.replace(ACTIONS, _SEARCH), "short": "Question: {question}\n"}
-FROM_DATA = "from_data"
-ENDING = 256  # characters at a prompt's end in which a turn may be opened
-BATCH = 1024  # prompts that are tokenised together, on all cores
+TEMPLATES = {
+    "paper": _PAPER.replace(ACTIONS, _SEARCH_ACTION),
+    "short": "Question: {question}\n",
+}
+FROM_DATA = "from_data"  # The value of prompt.template for prompts that stand in the data.
+BATCH = 1024  # Prompts that are tokenized together, on all cores.
+_ENDING_LENGTH = 256  # Characters at a prompt's end in which the beginning of the first turn is looked for.
 _THOUGHT = re.compile("<think>.*", re.DOTALL)
 _ENDS_IN_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 def template_text(name: str) -> str:
-    """Return a built-in template, or `name` itself where it contains {question}; else raise UserError."""
+    """Return the text of a template.
+
+    Args:
+        name: a key of TEMPLATES, or a text that contains {question}, which is returned.
+
+    Raises:
+        UserError: if it is neither.
+    """
     if name in TEMPLATES:
         return TEMPLATES[name]
     if "{question}" in name:
@@ -58,21 +67,40 @@ def template_text(name: str) -> str:
 
 
 def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
-    """Say how each action is called, a sentence or two each; none stand for search alone."""
-    ways = (
-        {"search": _SEARCH}.get(usage["name"], _OTHER).format(**usage) for usage in usages(actions, extra)
-    )
-    return " ".join(ways).replace(ACTIONS, "actions")
+    """Say how each action is called, in a sentence or two each.
+
+    Args:
+        actions: the actions that are on; none stand for search alone.
+        extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+    """
+    sentences = []
+    for usage in usages(actions, extra):
+        template = _SEARCH_ACTION if usage["name"] == "search" else _OTHER_ACTION
+        sentences.append(template.format(**usage))
+    return " ".join(sentences).replace(ACTIONS, "actions")
 
 
 def open_prompt(
     question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
 ) -> tuple[np.ndarray, str]:
-    """Return the token ids of a question's prompt, int32 [P], and the text that begins the first turn.
+    """Return a question's prompt as tokens, and the text that begins the first turn.
 
-    Tags and special tokens of the untrusted question are neutralised; a prompt of the data keeps the tags
-    that it writes exactly. Raises UserError if it is longer than `max_length`, the row has no prompt, or the
-    chat template fails or is missing.
+    Tags and control tokens in the untrusted question are neutralised. A prompt that the data carries keeps
+    the tags that it writes exactly.
+
+    Args:
+        question: the question.
+        tokenizer: a tokenizer of transformers, with or without a chat template.
+        config: the section `prompt`.
+        max_length: tokens that the prompt may have.
+        actions: the actions that are on; none stand for search alone.
+
+    Returns:
+        Token ids, int32 [P], and the end of the prompt that begins the first turn, such as "<think>", or "".
+
+    Raises:
+        UserError: if the prompt is too long, the row of the data has no prompt, or the chat template fails or
+            is missing.
     """
     text, opening = write_prompt(question, tokenizer, config, added_token_strings(tokenizer), actions)
     ids = encode(tokenizer, text)
@@ -91,26 +119,31 @@ def write_prompt(
     extra: Collection[str],
     actions: Sequence[Action] = (),
 ) -> tuple[str, str]:
-    """Return the text of `open_prompt`, and its end that begins the first turn; `extra`: control tokens."""
+    """Return a question's prompt as text, and the text that begins the first turn.
+
+    Args:
+        question: the question.
+        tokenizer: a tokenizer of transformers, with or without a chat template.
+        config: the section `prompt`.
+        extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+        actions: the actions that are on; none stand for search alone.
+
+    Returns:
+        The prompt, and the end of it that begins the first turn, such as "<think>", or "".
+
+    Raises:
+        UserError: if the row of the data has no prompt, or the chat template fails or is missing.
+    """
     grammar = grammar_of(actions)
-    if config.template == FROM_DATA:
-        messages = _carried(question, extra, grammar)
-    else:
-        text = question.text
-        if config.question_mark:
-            text = text.strip().removesuffix("?") + "?"
-        template = _PAPER if config.template == "paper" else template_text(config.template)
-        # Split first: neither the question nor a server's text about its tools fills a place of the other.
-        listed = list_actions(actions, extra)
-        parts = [part.replace(ACTIONS, listed) for part in template.split("{question}")]
-        messages = [("user", neutralise(text, extra, grammar).join(parts))]
+    messages = _messages(question, config, extra, actions)
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat == "on" and not has_template:
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
         text = _in_chat(messages, tokenizer, config)
         controls = [token for token in extra if token not in grammar.tags]
-        opening = _opening(text, messages[-1][1].strip(), controls)
+        _, last_message = messages[-1]
+        opening = _opening_in_chat(text, last_message.strip(), controls)
     elif config.chat_template_kwargs:
         raise UserError("prompt.chat_template_kwargs needs a chat template, and none is used: leave it out")
     elif len(messages) > 1:
@@ -119,71 +152,125 @@ def write_prompt(
             " choose a tokenizer that has one and prompt.chat=auto, or another prompt.template"
         )
     else:
-        text = messages[0][1]
-        opening = _opening(text)
+        _, text = messages[0]
+        opening = _opening_at_end(text)
     if config.prepend_think and not leaves_thought_open(opening):
         return text + config.opening, config.opening
     return text, opening
 
 
+def _messages(
+    question: Question, config: PromptConfig, extra: Collection[str], actions: Sequence[Action]
+) -> list[tuple[str, str]]:
+    """Return (role, content) of the prompt's messages, neutralised: those of the data, or of the template."""
+    grammar = grammar_of(actions)
+    if config.template == FROM_DATA:
+        return _messages_of_data(question, extra, grammar)
+    text = question.text
+    if config.question_mark:
+        text = text.strip().removesuffix("?") + "?"
+    text = neutralise(text, extra, grammar)
+    template = _PAPER if config.template == "paper" else template_text(config.template)
+    # The template is split before anything is filled in: neither the question nor a server's text about its
+    # tools may fill a place of the other.
+    listed_actions = list_actions(actions, extra)
+    parts = [part.replace(ACTIONS, listed_actions) for part in template.split("{question}")]
+    return [("user", text.join(parts))]
+
+
 def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: PromptConfig) -> str:
+    """Return the messages in the tokenizer's chat template."""
     template = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
-    arguments = config.chat_template_kwargs
-    if unknown := [name for name in arguments if name not in str(tokenizer.chat_template)]:
+    unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
+    if unknown:
         raise UserError(f"prompt.chat_template_kwargs: {template} uses no {', '.join(unknown)}; leave it out")
+    variables = {"date_string": config.date_string}
+    variables.update(config.chat_template_kwargs)
     try:
         text = tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in messages],
             tokenize=False,
             add_generation_prompt=True,
-            **{"date_string": config.date_string} | arguments,
+            **variables,
         )
-    except Exception as error:  # a template is a program, which raises what it likes
+    except Exception as error:  # a template is a program, which may raise anything
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
-        fault = f"{template} fails on messages of the role {roles}: {failure(error)}; correct it"
-        raise UserError(f"{fault}, or choose prompt.chat=off or another prompt.template") from error
+        raise UserError(
+            f"{template} fails on messages of the role {roles}: {failure(error)}; correct it, or choose"
+            " prompt.chat=off or another prompt.template"
+        ) from error
     for role, content in messages:
         if role in ("system", "user") and content.strip() not in str(text):
-            fault = f"{template} drops the message of the role {role}"
-            raise UserError(f"{fault}; correct it, or choose prompt.chat=off or another prompt.template")
+            raise UserError(
+                f"{template} drops the message of the role {role}; correct it, or choose prompt.chat=off or"
+                " another prompt.template"
+            )
     return str(text)
 
 
-def _opening(text: str, message: str = "", controls: Sequence[str] = ()) -> str:
-    """Return the end of a prompt that begins the first turn: <think> and what follows it, or "".
+def _opening_in_chat(text: str, message: str, controls: Sequence[str]) -> str:
+    """Return the end of a chat's prompt that begins the first turn: <think> and what follows it, or "".
 
-    Any text may follow the last of the `controls` (control tokens) that a chat template adds after the last
-    `message`. Elsewhere, where a text may explain the tag, it is the tag or an empty thought at the very end.
+    Between the last message and the first turn, the chat template writes control tokens. Behind the last of
+    them <think> begins the turn, whatever follows it. Without a control token there, the rule of
+    `_opening_at_end` holds.
+
+    Args:
+        text: the prompt.
+        message: the content of its last message.
+        controls: the tokenizer's control tokens that are no tags.
     """
-    end = text[-ENDING:]
-    if OPEN_THINK not in end:
+    if OPEN_THINK not in text[-_ENDING_LENGTH:]:
         return ""
-    tail = text.rpartition(message)[2][-ENDING:] if message else ""
-    start = max((tail.rfind(token) + len(token) for token in controls if token in tail), default=0)
-    match = _THOUGHT.search(tail, start) if start else _ENDS_IN_THOUGHT.search(end)
+    tail = ""  # what the template writes after the last message
+    if message:
+        tail = text.rpartition(message)[2][-_ENDING_LENGTH:]
+    ends = [tail.rfind(token) + len(token) for token in controls if token in tail]
+    start = max(ends, default=0)
+    if not start:
+        return _opening_at_end(text)
+    match = _THOUGHT.search(tail, start)
     return match[0] if match else ""
 
 
-def _carried(question: Question, extra: Collection[str], grammar: Grammar) -> list[tuple[str, str]]:
+def _opening_at_end(text: str) -> str:
+    """Return <think>, or an empty thought, at the very end of a prompt, or "".
+
+    Elsewhere a text may explain the tag.
+    """
+    match = _ENDS_IN_THOUGHT.search(text[-_ENDING_LENGTH:])
+    return match[0] if match else ""
+
+
+def _messages_of_data(question: Question, extra: Collection[str], grammar: Grammar) -> list[tuple[str, str]]:
     """Return (role, content) of the messages that the question's row carries, neutralised."""
     if not question.prompt:
-        fault = f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'"
-        raise UserError(f"{fault}; choose another template")
+        raise UserError(
+            f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'; choose"
+            " another template"
+        )
     text = neutralise(question.text, extra, grammar)
-    return [
-        (message.role, text.join(_neutralise_but_tags(part, extra, grammar) for part in message.parts))
-        for message in question.prompt
-    ]
+    messages = []
+    for message in question.prompt:
+        parts = [_neutralise_but_tags(part, extra, grammar) for part in message.parts]
+        messages.append((message.role, text.join(parts)))
+    return messages
 
 
 def _neutralise_but_tags(text: str, extra: Collection[str], grammar: Grammar) -> str:
-    """`neutralise` for text that explains the protocol: tags written exactly stay."""
+    """Neutralise a text that explains the protocol: tags that are written exactly stay."""
     controls = [token for token in extra if token not in grammar.tags and token.strip()]
     pieces = split_at_tags(text, grammar)
-    pieces[::2] = [neutralise(piece, controls, grammar) for piece in pieces[::2]]
+    for index in range(0, len(pieces), 2):  # the pieces at odd places are tags
+        pieces[index] = neutralise(pieces[index], controls, grammar)
     joined = "".join(pieces)
     # A control token that contains a tag is in no single piece.
-    return neutralise(text, extra, grammar) if any(token in joined for token in controls) else joined
+    if any(token in joined for token in controls):
+        return neutralise(text, extra, grammar)
+    return joined
+
+
+# --- Prompts that are too long ---
 
 
 def prompt_lengths(
@@ -193,22 +280,55 @@ def prompt_lengths(
     max_length: int,
     actions: Sequence[Action] = (),
 ) -> dict[int, int]:
-    """Return the lengths of prompts over `max_length`, by the question's place; raises as `open_prompt`."""
+    """Return the lengths of the prompts that are too long.
+
+    Args:
+        questions: the questions.
+        tokenizer: a tokenizer of transformers.
+        config: the section `prompt`.
+        max_length: tokens that a prompt may have.
+        actions: the actions that are on; none stand for search alone.
+
+    Returns:
+        Index of a question -> tokens of its prompt, for the prompts of more than `max_length` tokens.
+
+    Raises:
+        UserError: as `write_prompt`.
+    """
     extra = added_token_strings(tokenizer)
-    prompts = (write_prompt(question, tokenizer, config, extra, actions)[0] for question in questions)
-    candidates = ((place, text) for place, text in enumerate(prompts) if most_tokens(text) > max_length)
     lengths: dict[int, int] = {}
-    while batch := list(islice(candidates, BATCH)):
-        places, texts = zip(*batch, strict=True)
-        ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        counts = zip(places, map(len, ids), strict=True)
-        lengths |= {place: count for place, count in counts if count > max_length}
+    batch: dict[int, str] = {}  # index of a question -> its prompt, if that may be too long
+    for index, question in enumerate(questions):
+        text, _ = write_prompt(question, tokenizer, config, extra, actions)
+        if most_tokens(text) > max_length:
+            batch[index] = text
+        if len(batch) == BATCH:
+            lengths.update(_lengths_above(batch, tokenizer, max_length))
+            batch = {}
+    if batch:
+        lengths.update(_lengths_above(batch, tokenizer, max_length))
+    return lengths
+
+
+def _lengths_above(prompts: dict[int, str], tokenizer: Any, max_length: int) -> dict[int, int]:
+    """Tokenize prompts together, and return the lengths above `max_length`, by the prompts' keys."""
+    encoded = tokenizer(list(prompts.values()), add_special_tokens=False, verbose=False)
+    lengths = {}
+    for index, ids in zip(prompts, encoded["input_ids"], strict=True):
+        if len(ids) > max_length:
+            lengths[index] = len(ids)
     return lengths
 
 
 def most_tokens(text: str) -> int:
-    """Bound the tokens: one a byte in Unicode's longest form, twice as many if each has a space before it."""
-    return 2 * len(text if text.isascii() else unicodedata.normalize("NFKD", text).encode())
+    """Return an upper bound of a text's number of tokens, without tokenizing it.
+
+    A text has at most one token for each byte of its longest Unicode form (NFKD), and twice as many if the
+    tokenizer puts a space before each.
+    """
+    if text.isascii():
+        return 2 * len(text)
+    return 2 * len(unicodedata.normalize("NFKD", text).encode())
 
 
 def drop_overlong(
@@ -220,18 +340,31 @@ def drop_overlong(
     noun: str = "prompts",
     limit: str = "rollout.max_prompt_length",
 ) -> tuple[list[Question], str]:
-    """Return the questions whose prompts fit, and in words how many do not; "" where all fit.
+    """Drop the questions whose prompts are too long.
 
-    `lengths` come from `prompt_lengths`; `name` and `limit` are config keys, of the questions and of the
-    maximum. Raises UserError if some do not fit and the `rule` is "refuse", or if none fits.
+    Args:
+        questions: the questions.
+        lengths: index of a question -> tokens of its prompt, from `prompt_lengths`.
+        max_length: tokens that a prompt may have.
+        rule: `data.overlong_prompts`: "leave_out" or "refuse".
+        name: config key of the questions, for messages.
+        noun: what is too long, for messages.
+        limit: config key of `max_length`, for messages.
+
+    Returns:
+        The questions whose prompts fit, and a sentence about the others; "" if there are none.
+
+    Raises:
+        UserError: if a prompt does not fit and the rule is "refuse", or if no prompt fits.
     """
     if not lengths:
         return list(questions), ""
-    fitting = [question for place, question in enumerate(questions) if place not in lengths]
-    worst = max(lengths, key=lambda place: lengths[place])
+    fitting = [question for index, question in enumerate(questions) if index not in lengths]
+    longest = max(lengths, key=lambda index: lengths[index])
     message = (
         f"{name}: the {noun} of {len(lengths)} of {len(questions)} questions are longer than"
-        f" {limit}={max_length}, the longest has {lengths[worst]} tokens (question {questions[worst].id!r})"
+        f" {limit}={max_length}, the longest has {lengths[longest]} tokens"
+        f" (question {questions[longest].id!r})"
     )
     if rule == "refuse":
         raise UserError(f"{message}: raise it, or leave them out with data.overlong_prompts=leave_out")

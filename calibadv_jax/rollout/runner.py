@@ -1,4 +1,4 @@
-"""Groups of trajectories: one coroutine a trajectory, on an event loop beside the learner's thread."""
+"""Groups of trajectories: one coroutine for each trajectory, on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,22 +20,50 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 
 T = TypeVar("T")
-any_done = partial(wait, return_when=FIRST_COMPLETED)
+
+
+def any_done(futures: Collection[Future[Any]]) -> object:
+    """Wait until one of the futures is done."""
+    return wait(futures, return_when=FIRST_COMPLETED)
+
+
+def _ignore_group(group: Group) -> None:
+    """Take no notice of a complete group."""
+
+
+def _publish_unchanged(version: int, params: dict[str, Any]) -> Any:
+    """Return the parameters as the sampler's input."""
+    return params
+
+
+def _no_group_is_tied(groups: Sequence[Group]) -> list[bool]:
+    return [False] * len(groups)
 
 
 class FailureCount:
-    """Counts failed trajectories among the `total` of all groups as groups complete."""
+    """Counts failed trajectories as groups complete.
+
+    Args:
+        total: number of trajectories of all groups.
+        max_share: share of them that may fail, in [0, 1].
+    """
 
     def __init__(self, total: int, max_share: float):
-        self.total, self.max_share = total, max_share
+        self.total = total
+        self.max_share = max_share
         self._errors: Counter[str] = Counter()
 
     def add(self, group: Group) -> None:
-        """Raise EnvironmentFailure, with the commonest reason, if more than `max_share` have failed."""
+        """Count the failed trajectories of a complete group.
+
+        Raises:
+            EnvironmentFailure: if more than `max_share` of all trajectories have failed; it says the most
+                common reason.
+        """
         self._errors.update(str(trajectory.error) for trajectory in group.failed)
         failed = self._errors.total()
         if failed > self.max_share * self.total:
-            ((reason, count),) = self._errors.most_common(1)
+            reason, count = self._errors.most_common(1)[0]
             raise EnvironmentFailure(
                 f"{failed} of {self.total} trajectories failed, more than"
                 f" rollout.max_failed_share={self.max_share:g}; the commonest reason ({count} times):"
@@ -47,10 +74,20 @@ class FailureCount:
 async def collect_group(
     context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
 ) -> Group:
-    """Write `rollout.group_size` trajectories of one question; an error of one cancels the others.
+    """Write `rollout.group_size` trajectories of one question.
 
-    `slots` limits all groups' trajectories together. Sessions are ``name/index``, unique among those in
-    flight.
+    Args:
+        context: services and settings.
+        question: the question.
+        slots: limits the trajectories of all groups that are written at the same time.
+        seed: seed of the group.
+        name: name of the group, unique among those in flight. The sessions at the sampler are ``name/index``.
+
+    Returns:
+        The finished and the failed trajectories.
+
+    Raises:
+        UserError: as `run_trajectory`; the other trajectories are cancelled.
     """
 
     async def write(index: int) -> Trajectory:
@@ -60,8 +97,10 @@ async def collect_group(
         finally:
             context.work["ended"] += 1
 
-    context.work["begun"] += context.rollout.group_size
-    return Group.of(question, await _gather([write(index) for index in range(context.rollout.group_size)]))
+    group_size = context.rollout.group_size
+    context.work["begun"] += group_size
+    trajectories = await _gather([write(index) for index in range(group_size)])
+    return Group.of(question, trajectories)
 
 
 async def collect_groups(
@@ -69,9 +108,24 @@ async def collect_groups(
     questions: Sequence[Question],
     seed: int,
     name: str,
-    complete: Callable[[Group], object] = lambda _: None,
+    complete: Callable[[Group], object] = _ignore_group,
 ) -> list[Group]:
-    """Write a group for each question, and call `complete` with it; UserError above `max_failed_share`."""
+    """Write a group for each question.
+
+    Args:
+        context: services and settings.
+        questions: the questions.
+        seed: seed of all groups.
+        name: beginning of the groups' names, unique among those in flight.
+        complete: called with each group as soon as it is complete.
+
+    Returns:
+        The groups, in the order of the questions.
+
+    Raises:
+        UserError: as `run_trajectory`; the other groups are cancelled.
+        EnvironmentFailure: if more than `rollout.max_failed_share` of the trajectories failed.
+    """
     rollout = context.rollout
     slots = asyncio.Semaphore(rollout.max_concurrency)
     failures = FailureCount(len(questions) * rollout.group_size, rollout.max_failed_share)
@@ -86,37 +140,46 @@ async def collect_groups(
 
 
 async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order; a failure is raised when the others are cancelled and have ended."""
+    """Return all results in order. If one fails, raise its error once the others are cancelled and ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
         failure: BaseException = failures
-        while isinstance(failure, BaseExceptionGroup):  # the earliest: later ones come from being cancelled
+        while isinstance(failure, BaseExceptionGroup):
+            # The first error is the cause; later ones come from the cancellation.
             failure = failure.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise failure  # out here, so that it keeps its own cause and gets no other context
+    # Raised outside the except block, so that the error keeps its own cause and gets no other context.
+    raise failure
 
 
 class Rollouts:
-    """Writes trajectories on an event loop of its own, in a thread that lives as long as the block.
+    """Writes trajectories on an event loop in a thread of its own; a context manager.
 
-    The services of `context` are used on that loop only, and closed at the end of the block. All processes of
-    a run call `publish` together: it turns a version's parameters into the sampler's input.
+    The services of the context are used on that event loop only, and closed at the end of the block.
+
+    Args:
+        context: services and settings.
+        seed: seed of the run.
+        publish: turns the parameters of a version into the sampler's input. All processes of a run call it
+            together. By default parameters are the input.
     """
 
     def __init__(
         self,
         context: RolloutContext,
         seed: int,
-        publish: Callable[[int, dict[str, Any]], Any] = lambda version, params: params,
+        publish: Callable[[int, dict[str, Any]], Any] = _publish_unchanged,
     ):
-        self.context, self.seed, self.publish = context, seed, publish
+        self.context = context
+        self.seed = seed
+        self.publish = publish
+        self.collected: Counter[str] = Counter()  # work of `collect`; that of `begin` is in the context
         self._slots = asyncio.Semaphore(context.rollout.max_concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
-        self.collected: Counter[str] = Counter()  # the work of `collect`; the context has that of `begin`
 
     def __enter__(self) -> Rollouts:
         self._thread.start()
@@ -126,7 +189,7 @@ class Rollouts:
         try:
             self.run(self._finish())
         except UserError:
-            if kind is None:  # else it would hide why the block ends
+            if kind is None:  # otherwise it would hide the error that ends the block
                 raise
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -134,11 +197,22 @@ class Rollouts:
             self._loop.close()
 
     def load(self, version: int, published: Any) -> None:
-        """Hand a result of `publish` to the sampler; when this returns the parameters may be donated."""
+        """Hand parameters to the sampler; after the return the parameters may be donated.
+
+        Args:
+            version: version of the policy.
+            published: a result of `publish`.
+        """
         self.run(self.context.sampler.load(version, published))
 
     def begin(self, number: int, question: Question) -> Future[Group]:
-        """Start the rollout of group `number`, which seeds it: a question that comes twice differs."""
+        """Start the rollout of a group in the background.
+
+        Args:
+            number: number of the group in the run. It seeds the group, so that a question that comes twice
+                gets other trajectories.
+            question: the question.
+        """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         return self.submit(collect_group(self.context, question, self._slots, seed, f"group{number}"))
 
@@ -151,52 +225,83 @@ class Rollouts:
         questions: Sequence[Question],
         name: str,
         seed: int,
-        complete: Callable[[Group], object] = lambda _: None,
+        complete: Callable[[Group], object] = _ignore_group,
         **changes: Any,
     ) -> list[Group]:
-        """Write groups as `collect_groups`, with `changes` of the context's RolloutConfig."""
+        """Write a group for each question, and wait for all of them.
+
+        Args:
+            questions: the questions.
+            name: beginning of the groups' names, unique among those in flight.
+            seed: seed of all groups.
+            complete: called with each group as soon as it is complete, on the event loop.
+            **changes: keys of the section `rollout` that have another value here.
+
+        Returns:
+            The groups, in the order of the questions.
+
+        Raises:
+            UserError: as `collect_groups`.
+            EnvironmentFailure: as `collect_groups`.
+        """
         rollout = replace(self.context.rollout, **changes)
         context = replace(self.context, rollout=rollout, work=self.collected)
         return self.run(collect_groups(context, questions, seed, name, complete))
 
     def progress(self, of_collect: bool = False) -> Callable[[], tuple[int, int, str]]:
-        """Return a function for `Console.live`: how many trajectories end from now on, and the rates."""
+        """Return a function for `Console.live` that measures the work from here on.
+
+        Args:
+            of_collect: whether to measure the trajectories of `collect`, rather than those of `begin`.
+
+        Returns:
+            A function that returns the number of trajectories that have ended since, the number of those that
+            were running or have begun since, and the rates of searches and tokens in words.
+        """
         work = self.collected if of_collect else self.context.work
-        before, begun = Counter(work), time.monotonic()
+        before = Counter(work)
+        start = time.monotonic()
 
         def progress() -> tuple[int, int, str]:
-            seconds, done = time.monotonic() - begun, work["ended"] - before["ended"]
-            searches, tokens = ((work[name] - before[name]) / seconds for name in ("searches", "tokens"))
-            rates = f"{searches:.1f} searches/s, {tokens:,.0f} sampled tok/s"
-            return done, work["begun"] - before["ended"], rates
+            seconds = time.monotonic() - start
+            num_ended = work["ended"] - before["ended"]
+            num_begun = work["begun"] - before["ended"]
+            searches = (work["searches"] - before["searches"]) / seconds
+            tokens = (work["tokens"] - before["tokens"]) / seconds
+            return num_ended, num_begun, f"{searches:.1f} searches/s, {tokens:,.0f} sampled tok/s"
 
         return progress
 
     def metrics(self) -> dict[str, float]:
+        """Return the sampler's counts since the program's start, by their names in metrics.jsonl."""
         return self.context.sampler.metrics()
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return the sampler's log-probabilities of given tokens, see `interfaces.Sampler`."""
         return self.run(self.context.sampler.prompt_logprobs(token_ids))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop, and wait for its result."""
         future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # an interruption of this thread must not leave it running
+            future.cancel()  # if this thread is interrupted, the coroutine must not go on
             raise
 
     async def _finish(self) -> None:
-        """Cancel running tasks, and close all connections before an error is raised."""
+        """Cancel running tasks, and close all services before an error is raised."""
         running = asyncio.all_tasks() - {asyncio.current_task()}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        context, failures = self.context, []
+        context = self.context
+        failures = []
         for service in (*context.actions, context.judge, context.retriever, context.sampler):
+            if service is None:
+                continue
             try:
-                if service is not None:
-                    await service.close()
+                await service.close()
             except UserError as error:
                 failures.append(error)
         if failures:
@@ -205,22 +310,30 @@ class Rollouts:
 
 @dataclass
 class _Started:
-    number: int
+    """A group whose rollout has begun."""
+
+    number: int  # in the run
     question: Question
-    step: int
+    step: int  # the step to train when it began
     future: Future[Group]
 
 
 class RolloutStream:
-    """Hands groups to the learner, `per_step` at a time; rollouts run ahead by a bounded number of steps.
+    """Hands groups to the learner; rollouts run ahead by a bounded number of steps.
 
-    A group, counted over the whole run, is not assigned to a step in advance. It begins once the policy is
-    new enough to train it within `max_staleness` steps, even if all others finish first. With 0 that is
-    on-policy training: all groups of a step begin together, and the step waits for all of them.
+    Groups are numbered over the whole run, and not assigned to a step in advance. A group begins once the
+    policy is new enough to train it within `max_staleness` steps, even if all others finish first. With
+    `max_staleness` 0 training is on-policy: all groups of a step begin together, and the step waits for all
+    of them.
 
-    `begin` starts the rollout of (number, question) in the background; `questions` are endless. Above
-    `max_failed_share` of a step's trajectories `take` raises an error. At most `dynamic_sampling` groups that
-    `are_tied` give way to others, a step. `wait_for` waits until one of the running groups is complete.
+    Args:
+        begin: starts the rollout of a group in the background, given its number and question.
+        questions: endless questions.
+        config: the section `rollout`. `questions_per_step` groups are handed over at a time. `take` raises an
+            error if more than `max_failed_share` of a step's trajectories failed. At most `dynamic_sampling`
+            groups a step are replaced.
+        are_tied: returns for each group whether it is tied, and so to be replaced. By default none is.
+        wait_for: waits until one of the futures of running groups is done.
     """
 
     def __init__(
@@ -228,72 +341,112 @@ class RolloutStream:
         begin: Callable[[int, Question], Future[Group]],
         questions: Iterator[Question],
         config: RolloutConfig,
-        are_tied: Callable[[Sequence[Group]], Sequence[bool]] = lambda groups: [False] * len(groups),
+        are_tied: Callable[[Sequence[Group]], Sequence[bool]] = _no_group_is_tied,
         wait_for: Callable[[list[Future[Group]]], object] = any_done,
     ):
-        self._begin, self._questions, self._are_tied, self._wait_for = begin, questions, are_tied, wait_for
-        self.config, self.per_step = config, config.questions_per_step
-        self._begun, self._trained = 0, 0  # groups, over the whole run; replaced ones count as trained
-        self._pending: deque[tuple[int, Question]] = deque()  # of a resumed run: to begin before others
+        self.config = config
+        self.per_step = config.questions_per_step
+        self._begin = begin
+        self._questions = questions
+        self._are_tied = are_tied
+        self._wait_for = wait_for
+        # Numbers of groups over the whole run.
+        self._num_begun = 0
+        self._num_trained = 0  # replaced groups count as trained
+        # Groups of a resumed run that had begun before: they begin before all others.
+        self._pending: deque[tuple[int, Question]] = deque()
         self._running: dict[int, _Started] = {}
-        self._training: list[_Started] = []  # of the last `take`; none after `commit`, as those replaced
+        # Groups of the last `take`, and those that others replaced in it; both are empty after `commit`.
+        self._training: list[_Started] = []
         self._replaced: list[_Started] = []
 
     @property
     def replaced(self) -> list[Group]:
-        """Groups of the last `take` that others replaced; none after `commit`."""
+        """Groups that others replaced in the last `take`; none after `commit`."""
         return [group.future.result() for group in self._replaced]
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `restore` takes: groups that are not trained yet are begun again."""
-        open_groups = [*self._training, *self._replaced, *self._running.values()]
-        pending = {group.number: group.question.id for group in open_groups}
-        pending |= {number: question.id for number, question in self._pending}
-        return {"asked": self._begun + len(self._pending), "pending": sorted(pending.items())}
+        """Return the state that `restore` takes. Groups that are not trained yet will begin again.
+
+        Returns:
+            "asked": the number of questions taken so far; "pending": pairs of a group's number and the id of
+            its question, by number.
+        """
+        pending: dict[int, str] = {}
+        for group in (*self._training, *self._replaced, *self._running.values()):
+            pending[group.number] = group.question.id
+        for number, question in self._pending:
+            pending[number] = question.id
+        return {"asked": self._num_begun + len(self._pending), "pending": sorted(pending.items())}
 
     def restore(self, state: Mapping[str, Any], questions: Mapping[str, Question]) -> None:
-        """Continue where `state` was called, before any group begins; UserError if a question is gone."""
-        missing = [name for _, name in state["pending"] if name not in questions]
-        if missing:
-            fault = f"data.train: question {missing[0]!r} of the checkpoint is missing"
-            raise UserError(f"{fault}; restore the file, or choose another run.dir")
+        """Continue from a state, before any group begins.
+
+        Args:
+            state: a result of `state`.
+            questions: all questions, by id.
+
+        Raises:
+            UserError: if a question of the state is missing.
+        """
+        for _, name in state["pending"]:
+            if name not in questions:
+                raise UserError(
+                    f"data.train: question {name!r} of the checkpoint is missing; restore the file, or choose"
+                    " another run.dir"
+                )
         self._pending = deque((number, questions[name]) for number, name in state["pending"])
-        self._begun = self._trained = state["asked"] - len(self._pending)
+        self._num_begun = state["asked"] - len(self._pending)
+        self._num_trained = self._num_begun
 
     def take(self, step: int) -> list[Group]:
-        """Wait for the groups that `step` trains, and begin as many others as may run meanwhile.
+        """Wait for the groups that a step trains, and begin as many others as may run meanwhile.
 
-        Returns the oldest complete groups, once no other one must be waited for; until `commit` they are
-        untrained. Groups that begin now replace tied ones among them, whoever is first. Raises the error of a
-        rollout, or UserError where too many trajectories failed; all others are cancelled.
+        If some of them are tied and may be replaced, groups that begin now take their place, whichever are
+        complete first.
+
+        Args:
+            step: the step to train.
+
+        Returns:
+            The `per_step` oldest complete groups, once no other group must be waited for. Until `commit` they
+            count as untrained.
+
+        Raises:
+            EnvironmentFailure: if too many trajectories failed; all other groups are cancelled.
+            UserError: the error of a rollout; all other groups are cancelled.
         """
         self._begin_allowed(step)
         while True:
-            ready = sorted(number for number, group in self._running.items() if group.future.done())
+            complete = sorted(number for number, group in self._running.items() if group.future.done())
+            oldest = complete[: self.per_step]
             try:
-                self._check_failures([self._running[number].future.result() for number in ready])
+                groups = [self._running[number].future.result() for number in complete]
+                self._check_failures(groups[: self.per_step])
             except BaseException:
                 self.close()
                 raise
-            if len(ready) >= self.per_step and self._is_in_time(ready, step):
-                if not self._replace(ready[: self.per_step]):
-                    break
+            if len(complete) < self.per_step or not self._is_in_time(oldest, step):
+                self._wait_for([group.future for group in self._running.values() if not group.future.done()])
+            elif self._replace_tied(oldest):
                 self._begin_allowed(step)
-                continue
-            self._wait_for([group.future for group in self._running.values() if not group.future.done()])
-        self._training = [self._running.pop(number) for number in ready[: self.per_step]]
+            else:
+                break
+        self._training = [self._running.pop(number) for number in oldest]
         return [group.future.result() for group in self._training]
 
-    def _is_in_time(self, ready: Sequence[int], step: int) -> bool:
-        """Whether the steps to come can train all other groups within `max_staleness`."""
-        waiting = self._running.keys() - ready[: self.per_step]
-        last_steps = [self._running[number].step + self.config.max_staleness for number in waiting]
-        return all(
-            sum(last <= due for last in last_steps) <= (due - step) * self.per_step
-            for due in range(step, step + self.config.max_staleness + 1)
-        )
+    def _is_in_time(self, chosen: Sequence[int], step: int) -> bool:
+        """Return whether later steps can train all groups but the chosen ones within `max_staleness`."""
+        max_staleness = self.config.max_staleness
+        waiting = self._running.keys() - set(chosen)
+        last_steps = [self._running[number].step + max_staleness for number in waiting]
+        for due in range(step, step + max_staleness + 1):
+            num_due = sum(last <= due for last in last_steps)
+            if num_due > (due - step) * self.per_step:
+                return False
+        return True
 
-    def _replace(self, numbers: Sequence[int]) -> bool:
+    def _replace_tied(self, numbers: Sequence[int]) -> bool:
         """Take out as many tied groups as may be replaced; return whether there was one."""
         room = self.config.dynamic_sampling - len(self._replaced)
         if room <= 0:
@@ -304,26 +457,32 @@ class RolloutStream:
         return bool(tied)
 
     def commit(self) -> None:
-        self._trained += len(self._training) + len(self._replaced)
-        self._training, self._replaced = [], []
+        """Count the groups of the last `take` as trained."""
+        self._num_trained += len(self._training) + len(self._replaced)
+        self._training = []
+        self._replaced = []
 
     def close(self) -> None:
+        """Cancel all running groups."""
         for group in self._running.values():
             group.future.cancel()
 
     def _begin_allowed(self, step: int) -> None:
-        # Counted in groups, not in steps: a resumed run may have another number of them a step.
-        done = self._trained + len(self._replaced)
-        while self._begun < done + (1 + self.config.max_staleness) * self.per_step:
+        """Begin as many groups as `max_staleness` allows."""
+        # The bound is counted in groups, not in steps: a resumed run may have another number of them a step.
+        num_done = self._num_trained + len(self._replaced)
+        max_begun = num_done + (1 + self.config.max_staleness) * self.per_step
+        while self._num_begun < max_begun:
             if not self._pending:
-                self._pending.append((self._begun, next(self._questions)))
-            number, question = self._pending[0]  # stays until its group runs: a stop in between loses nothing
+                self._pending.append((self._num_begun, next(self._questions)))
+            # The group stays pending until it runs, so that `state` has it even if `_begin` is interrupted.
+            number, question = self._pending[0]
             self._running[number] = _Started(number, question, step, self._begin(number, question))
             self._pending.popleft()
-            self._begun += 1
+            self._num_begun += 1
 
     def _check_failures(self, groups: Sequence[Group]) -> None:
-        groups = groups[: self.per_step]
+        """Raise EnvironmentFailure if too many trajectories of these groups failed, for a whole step."""
         group_size = max((len(group.attempts) for group in groups), default=0)
         failures = FailureCount(self.per_step * group_size, self.config.max_failed_share)
         for group in groups:

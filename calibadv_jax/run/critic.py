@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
+from calibadv_jax.advantages.gae import critic_values, gae_and_returns
 from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.critic import ValueLoss, critic_learner, critic_params, learn_values, value_sample

@@ -9,14 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import (
-    compute_advantages,
-    describe,
-    discounted_returns,
-    gae_advantages,
-    gae_and_returns,
-    whiten,
-)
+from calibadv_jax.advantages.baselines import whiten
+from calibadv_jax.advantages.estimators import compute_advantages, describe
+from calibadv_jax.advantages.gae import gae_advantages, gae_and_returns
+from calibadv_jax.advantages.turn_rewards import discounted_returns
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document

@@ -14,7 +14,7 @@ import pytest
 from trainer_rig import QUESTIONS, ScriptedRollouts, checkpoints, make_config, make_state, resumed, rows, run
 
 from calibadv_jax import cli
-from calibadv_jax.advantages.estimators import critic_values, gae_and_returns
+from calibadv_jax.advantages.gae import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig, RewardConfig
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError

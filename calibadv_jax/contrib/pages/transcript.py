@@ -14,9 +14,10 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
+from calibadv_jax.advantages.baselines import mean_and_std
 from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_filled, positive_negative_sums
-from calibadv_jax.advantages.estimators import ESTIMATORS, mean_and_std
+from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import CLOSE_INFORMATION
