@@ -20,7 +20,7 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from retriever.corpus.passages import Pages
+from retriever.corpus.pages import Pages
 from retriever.encoders import Reranker
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.interfaces import CorpusRow, Hits, Searcher

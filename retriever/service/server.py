@@ -23,7 +23,8 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retriever.backends import find_remote, load_object
-from retriever.corpus.passages import Pages, load_corpus
+from retriever.corpus.pages import Pages
+from retriever.corpus.passages import load_corpus
 from retriever.encoders import Reranker
 from retriever.errors import RetrieverError
 from retriever.files import atomic_write

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from retriever_rig import NAMES, Counting, opened, served, town_rows, write_rows
 
 from retriever.backends import BuildOptions
-from retriever.corpus.passages import Pages, load_corpus
+from retriever.corpus.pages import Pages
+from retriever.corpus.passages import load_corpus
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.indexes.index import build_index
 from retriever.service.app import PIECE, BodyLimit, index_identity, make_app
