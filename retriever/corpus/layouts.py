@@ -114,10 +114,8 @@ def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Pass
         is_disabled = None if progress else True  # None: disabled unless stderr is a terminal
         bar = tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=is_disabled)
         with bar, _errors(path):
-            if head == PARQUET:
-                rows = _parquet(path)
-            else:
-                rows = _text(path, raw, is_gzipped=head.startswith(GZIP))
+            is_gzipped = head.startswith(GZIP)
+            rows = _parquet(path) if head == PARQUET else _text(path, raw, is_gzipped)
             for where, row in rows:
                 yield where, to_passage(row, where)
                 bar.update(raw.tell() - bar.n)
