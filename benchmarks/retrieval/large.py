@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.retrieval.load import drive, process_bytes, start
 from retriever.corpus.passages import Corpus, load_corpus
-from retriever.encoders import DenseEncoder
+from retriever.encoders.dense import DenseEncoder
 from retriever.indexes.backend import shard_path
 from retriever.indexes.index import SETTINGS
 

@@ -41,7 +41,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from retriever.corpus.passages import load_corpus, split_contents
-from retriever.encoders import DenseEncoder
+from retriever.encoders.dense import DenseEncoder
 from retriever.indexes.backend import available_cores
 from retriever.indexes.index import Dense, Index, open_index
 

@@ -20,7 +20,7 @@ from qdrant_client import QdrantClient, models
 from qdrant_client.http.exceptions import ApiException
 
 from retriever.backends import LEXICAL, BuildOptions, IndexOptions
-from retriever.encoders import check_dimension, check_vector, make_encoder
+from retriever.encoders.registry import check_dimension, check_vector, make_encoder
 from retriever.errors import RetrieverError, Unavailable, reason
 from retriever.indexes.backend import Backend, Build, progress_bar
 from retriever.indexes.faiss import search_in_corpus_order

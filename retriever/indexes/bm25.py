@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from retriever.backends import IndexOptions
-from retriever.encoders import K1, B, tokenize
+from retriever.encoders.hashed import K1, B
+from retriever.encoders.tokenizer import tokenize
 from retriever.errors import RetrieverError, require
 from retriever.indexes.backend import Backend, Build, progress_bar, require_memory
 from retriever.interfaces import Ranker

@@ -14,16 +14,10 @@ import numpy as np
 
 from retriever.backends import LEXICAL, BuildOptions, IndexOptions, find_kind
 from retriever.corpus.passages import Corpus
-from retriever.encoders import (
-    HashedEncoder,
-    check_dimension,
-    check_vector,
-    load_encoder,
-    make_encoder,
-    spread,
-    tokenize,
-    words_version,
-)
+from retriever.encoders.dense import encode_on_devices
+from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders.registry import check_dimension, check_vector, load_encoder, make_encoder
+from retriever.encoders.tokenizer import tokenize, words_version
 from retriever.errors import RetrieverError
 from retriever.files import atomic_folder, atomic_write
 from retriever.indexes.backend import (
@@ -143,7 +137,7 @@ def embed(
     devices = options.devices.split(",") if options.devices else []
     block = BLOCK * max(1, 4 * len(devices))
     done = len(corpus) - passages
-    with spread(encoder, devices), progress_bar(len(corpus), "encode", progress, done) as bar:
+    with encode_on_devices(encoder, devices), progress_bar(len(corpus), "encode", progress, done) as bar:
         for shard in missing:
             _encode(corpus, encoder, shard, shard_path(folder, shard.start, rows), dtype, block, bar)
     return Embeddings(folder, encoder, len(corpus), rows)

@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from retriever.corpus.pages import Pages
-from retriever.encoders import Reranker
+from retriever.encoders.reranker import Reranker
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.interfaces import CorpusRow, Hits, Searcher
 from retriever.service.cache import ResultCache

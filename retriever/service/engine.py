@@ -16,7 +16,7 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from retriever.encoders import Reranker
+from retriever.encoders.reranker import Reranker
 from retriever.errors import RequestFailed, RetrieverError
 from retriever.interfaces import Hits, Searcher
 from retriever.service.cache import ResultCache

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from retriever.backends import find_remote, load_object
 from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
-from retriever.encoders import Reranker
+from retriever.encoders.reranker import Reranker
 from retriever.errors import RetrieverError
 from retriever.files import atomic_write
 from retriever.indexes.backend import MANIFEST, available_cores, read_manifest

@@ -28,7 +28,7 @@ def interrupt(*_, **__):
 @pytest.mark.parametrize(
     ("name", "place", "kept"),
     [
-        ("hashed", "encoders.HashedEncoder.save", set()),
+        ("hashed", "encoders.hashed.HashedEncoder.save", set()),
         ("hashed", "indexes.faiss.write_faiss", {"i.embeddings"}),
         ("hashed", "indexes.index.checksums", {"i.embeddings"}),
         ("bm25", "indexes.index.checksums", set()),

@@ -15,7 +15,7 @@ from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 from retriever.backends import KINDS, BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, search_params
-from retriever.encoders import HashedEncoder
+from retriever.encoders.hashed import HashedEncoder
 from retriever.indexes.index import build_index, open_index
 from retriever.options import parse
 from retriever.service.server import load, load_index

@@ -16,7 +16,7 @@ import pytest
 from retriever_rig import bm25_scores, brute_force_ids, ids, people_corpus, refuses, write_flat
 
 from retriever.backends import BuildOptions, IndexOptions
-from retriever.encoders import HashedEncoder
+from retriever.encoders.hashed import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexes import backend, index
 from retriever.indexes.backend import MANIFEST, locked
@@ -246,7 +246,7 @@ def test_shards_of_other_settings_are_refused(tmp_path, corpus, monkeypatch):
         ({}, "words was 2 and is 3"),
     ):
         if not changes:
-            monkeypatch.setattr("retriever.encoders.WORDS", 3)
+            monkeypatch.setattr("retriever.encoders.tokenizer.WORDS_VERSION", 3)
         refuses(message, embed, corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
