@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
     require("scipy", INSTALL)
     # Imported here: --help must answer at once, and where only the base packages are installed.
     from retriever.corpus.passages import load_corpus
-    from retriever.indexes.index import build_index
+    from retriever.indexes.build import build_index
 
     corpus = load_corpus(arguments.corpus_path)
     build_index(corpus, arguments.index_path, build_options(arguments))

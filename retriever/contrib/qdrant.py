@@ -22,8 +22,9 @@ from qdrant_client.http.exceptions import ApiException
 from retriever.backends import LEXICAL, BuildOptions, IndexOptions
 from retriever.encoders.registry import check_dimension, check_vector, make_encoder
 from retriever.errors import RetrieverError, Unavailable, reason
-from retriever.indexes.backend import Backend, Build, progress_bar
-from retriever.indexes.faiss import search_in_corpus_order
+from retriever.indexes.backend import Backend, Build
+from retriever.indexes.progress import progress_bar
+from retriever.indexes.ranking import search_in_corpus_order
 from retriever.interfaces import CorpusRow, Hits, Vectors
 
 TIMEOUT = 60  # seconds

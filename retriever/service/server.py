@@ -28,8 +28,10 @@ from retriever.corpus.passages import load_corpus
 from retriever.encoders.reranker import Reranker
 from retriever.errors import RetrieverError
 from retriever.files import atomic_write
-from retriever.indexes.backend import MANIFEST, available_cores, read_manifest
-from retriever.indexes.index import Index, build_index, open_index
+from retriever.indexes.build import build_index
+from retriever.indexes.index import Index, open_index
+from retriever.indexes.manifest import MANIFEST, read_manifest
+from retriever.indexes.resources import available_cores
 from retriever.interfaces import Searcher
 from retriever.options import build_options, index_options, read_token
 from retriever.service.app import RequireToken, make_app

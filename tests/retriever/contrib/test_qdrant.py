@@ -16,7 +16,8 @@ from retriever.backends import KINDS, BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, search_params
 from retriever.encoders.hashed import HashedEncoder
-from retriever.indexes.index import build_index, open_index
+from retriever.indexes.build import build_index
+from retriever.indexes.index import open_index
 from retriever.options import parse
 from retriever.service.server import load, load_index
 

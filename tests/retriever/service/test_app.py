@@ -19,7 +19,7 @@ from retriever.backends import BuildOptions
 from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
-from retriever.indexes.index import build_index
+from retriever.indexes.build import build_index
 from retriever.service.app import PIECE, BodyLimit, index_identity, make_app
 from retriever.service.cache import ResultCache
 from retriever.service.engine import MAX_QUERY_LENGTH, Limits, RetrieveRequest
