@@ -19,7 +19,7 @@ from retriever.encoders.hashed import HashedEncoder
 from retriever.indexes.build import build_index
 from retriever.indexes.index import open_index
 from retriever.options import parse
-from retriever.service.server import load, load_index
+from retriever.service.assembly import load, load_index
 
 RLINF = "wiki_collection_m24_cef512"
 

@@ -20,9 +20,14 @@ from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.indexes.build import build_index
-from retriever.service.app import PIECE, BodyLimit, index_identity, make_app
+from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH, Limits, RetrieveRequest
+from retriever.service.engine import MAX_QUERY_LENGTH
+from retriever.service.identity import index_identity
+from retriever.service.limits import Limits
+from retriever.service.middleware import BodyLimit
+from retriever.service.replies import PIECE
+from retriever.service.schemas import RetrieveRequest
 
 ROWS = town_rows()
 TOKEN, QUERY = {"Authorization": "Bearer secret"}, {"queries": ["ada"]}
