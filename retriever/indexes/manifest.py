@@ -58,7 +58,11 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
     Returns:
         Eight hexadecimal digits for each file, by its name within the folder, sorted by name.
     """
-    return {str(file.relative_to(folder)): _checksum(file) for file in sorted(files) if file.is_file()}
+    sums = {}
+    for file in sorted(files):
+        if file.is_file():
+            sums[str(file.relative_to(folder))] = _checksum(file)
+    return sums
 
 
 def check_files(folder: Path, manifest: dict[str, Any]) -> None:
