@@ -65,7 +65,7 @@ class _BoundedHeads(h11.Connection):
         return event
 
 
-class Bounded(H11Protocol):
+class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol over h11 with limits, which `bounded_protocol` sets.
 
     httptools, which uvicorn prefers, keeps heads and trailers of any length. Beyond `max_connections` a new
@@ -167,6 +167,8 @@ def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Proto
             body.
 
     Returns:
-        A subclass of Bounded.
+        A subclass of BoundedProtocol.
     """
-    return type("Bounded", (Bounded,), {"max_connections": max_connections, "seconds": seconds})
+    return type(
+        "BoundedProtocol", (BoundedProtocol,), {"max_connections": max_connections, "seconds": seconds}
+    )
