@@ -1,4 +1,4 @@
-"""Registry of index backends: an entry of KINDS owns everything about a kind of index.
+"""Registry of index backends: an entry of KINDS holds everything that is specific to a kind of index.
 
 Imports nothing heavy: the command lines read their options from it.
 """
@@ -10,61 +10,106 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from retriever.errors import RetrieverError, reason
 
+# Values of --embedding_dtype.
 DTYPES = ("float32", "float16")
-ENGINES = ("faiss", "jax")  # kinds that can search a flat FAISS file
-ADVICE = {  # package -> what to do without it
+# Kinds that can search a flat FAISS file; values of --engine.
+ENGINES = ("faiss", "jax")
+# What to do when a package is not installed.
+ADVICE = {
     "faiss": "pip install faiss-cpu (or faiss-gpu on CUDA)",
     "jax": "pip install jax (or jax[tpu]), or leave out --engine jax",
     "qdrant_client": "pip install qdrant-client",
 }
+# Values of --retriever_name that search the web.
+WEB_NAMES = ("serpapi",)
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of the command line; False as the default makes it a switch."""
+    """An option of the command line.
+
+    Attributes:
+        help: Text for ``--help``.
+        default: The value without the option; its type is the option's, and False makes it a switch.
+        choices: Allowed values; empty if every value is allowed.
+    """
 
     help: str
     default: Any = ""
     choices: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> None:
-        if self.choices and value not in self.choices:
-            raise RetrieverError(f"--{name} {value!r}: choose from {', '.join(filter(None, self.choices))}")
+        """Raise RetrieverError if `value` of the option `name` is not one of the choices."""
+        if not self.choices or value in self.choices:
+            return
+        shown = [choice for choice in self.choices if choice]
+        raise RetrieverError(f"--{name} {value!r}: choose from {', '.join(shown)}")
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A search service that needs neither a corpus nor an index folder."""
+    """A search service that needs neither a corpus nor an index folder.
 
-    searcher: str  # package.module:Class of an `interfaces.Searcher`, made from the service's options
+    Attributes:
+        searcher: ``package.module:Class`` of an `interfaces.Searcher`, made from the service's options.
+        is_chosen: Returns whether the options select this service.
+        required_options: Options that must be given.
+        excluded_options: Options that must not be given.
+        builder_options: Options of the builder that it takes too.
+        workers: Number of searches at the same time; 0 for one on each core.
+    """
+
+    searcher: str
     is_chosen: Callable[[Namespace], bool]
-    needed: tuple[str, ...]  # options that must be given
-    unused: tuple[str, ...]  # options that must not be given
-    shared: tuple[str, ...] = ()  # options of the builder that it takes too
-    workers: int = 0  # searches at the same time; 0: one for each core
+    required_options: tuple[str, ...]
+    excluded_options: tuple[str, ...]
+    builder_options: tuple[str, ...] = ()
+    workers: int = 0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of index: how it is built and opened, its options, and the package that it needs."""
+    """A kind of index: how it is built and opened, its options, and the package that it needs.
 
-    backend: str = ""  # package.module:Class, a subclass of `indexes.backend.Backend`; empty: no index folder
-    package: str = ""  # searches it; empty: the backend imports its own
-    build_package: str = ""  # builds it; empty: the same
-    has_vectors: bool = True  # False: it ranks texts by itself, and --retriever_name selects it
-    has_factory: bool = False  # --factory selects the type of index
-    open_options: tuple[str, ...] = ()  # fields of IndexOptions that it takes
-    checked_files: str = "**/*"  # pattern of the files that do not change while they are served
-    build_options: Mapping[str, Option] = field(default_factory=dict)  # of its own, for the builder
-    serve_options: Mapping[str, Option] = field(default_factory=dict)  # of its own, for the service
+    Attributes:
+        backend: ``package.module:Class``, a subclass of `indexes.backend.Backend`; empty for a kind without
+            an index folder.
+        package: The package that searches it; empty if the backend imports its packages itself.
+        build_package: The package that builds it; empty if `package` does.
+        has_vectors: False for a kind that ranks texts by itself; --retriever_name selects it then.
+        has_factory: Whether --factory selects the type of index.
+        open_options: Fields of IndexOptions that it takes.
+        checked_files: Pattern of the files that do not change while they are served, and get a checksum.
+        build_options: Its own options of the builder, by name.
+        serve_options: Its own options of the service, by name.
+        remote: The search service that can be used in place of an index folder.
+    """
+
+    backend: str = ""
+    package: str = ""
+    build_package: str = ""
+    has_vectors: bool = True
+    has_factory: bool = False
+    open_options: tuple[str, ...] = ()
+    checked_files: str = "**/*"
+    build_options: Mapping[str, Option] = field(default_factory=dict)
+    serve_options: Mapping[str, Option] = field(default_factory=dict)
     remote: Remote | None = None
 
 
-WEB_NAMES = ("serpapi",)  # values of --retriever_name
+def _is_qdrant_collection(options: Namespace) -> bool:
+    """Return whether a Qdrant server is named without an index folder."""
+    return bool(options.qdrant_url) and not options.index_path
+
+
+def _is_web_search(options: Namespace) -> bool:
+    return options.retriever_name in WEB_NAMES
+
+
 WEB_OPTIONS = {
     "web_budget": Option("web search: largest number of requests to send in all", 0),
     "web_endpoint": Option("web search: another address of the same API"),
@@ -77,7 +122,8 @@ KINDS: dict[str, Kind] = {
         has_factory=True,
         open_options=("engine", "faiss_gpu", "mmap"),
     ),
-    "jax": Kind(  # a flat FAISS file, searched on accelerators
+    # A flat FAISS file, searched on accelerators.
+    "jax": Kind(
         "retriever.indexes.jax:JaxBackend",
         package="jax",
         build_package="faiss",
@@ -87,7 +133,8 @@ KINDS: dict[str, Kind] = {
     "qdrant": Kind(
         "retriever.contrib.qdrant:QdrantBackend",
         package="qdrant_client",
-        checked_files="*",  # the embedded mode's own files change
+        # The files of the embedded mode, in a folder below, change while they are served.
+        checked_files="*",
         build_options={
             "qdrant_url": Option("address of the Qdrant server (default: embedded in the index's folder)"),
             "qdrant_collection": Option("name of the collection to make", "passages"),
@@ -100,52 +147,71 @@ KINDS: dict[str, Kind] = {
         },
         remote=Remote(
             "retriever.contrib.qdrant:Collection",
-            is_chosen=lambda options: bool(options.qdrant_url) and not options.index_path,
-            needed=("qdrant_collection", "retriever_name"),
-            unused=("corpus_path", *WEB_OPTIONS),
-            shared=("qdrant_url", "qdrant_collection"),
+            is_chosen=_is_qdrant_collection,
+            required_options=("qdrant_collection", "retriever_name"),
+            excluded_options=("corpus_path", *WEB_OPTIONS),
+            builder_options=("qdrant_url", "qdrant_collection"),
         ),
     ),
     "web": Kind(
         serve_options=WEB_OPTIONS,
         remote=Remote(
             "retriever.contrib.web:WebSearch",
-            is_chosen=lambda options: options.retriever_name in WEB_NAMES,
-            needed=("cache_path", "web_budget"),
-            unused=("corpus_path", "index_path", "retriever_model"),
-            workers=1,  # equal queries of two searches would be paid for twice
+            is_chosen=_is_web_search,
+            required_options=("cache_path", "web_budget"),
+            excluded_options=("corpus_path", "index_path", "retriever_model"),
+            workers=1,  # Two searches at the same time would pay twice for equal queries.
         ),
     ),
 }
+# Values of --kind, for messages and --help.
 VECTOR_KINDS = ", ".join(name for name, kind in KINDS.items() if kind.backend and kind.has_vectors)
-LEXICAL = ("hashed", *(name for name, kind in KINDS.items() if not kind.has_vectors))  # count words
+# Values of --retriever_name that count words and have no network.
+LEXICAL = ("hashed", *(name for name, kind in KINDS.items() if not kind.has_vectors))
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The fields are named as the options of ``python -m retriever.build_index``."""
+    """Options of building an index; the fields are named as those of ``python -m retriever.build_index``.
 
-    retriever_name: str = "hashed"  # hashed, e5, bge, dense or bm25
-    retriever_model: str = ""  # folder or hub name of the encoder's model; empty: the name's own
-    kind: str = "faiss"  # a kind with vectors, or package.module:Class
-    factory: str = "Flat"  # FAISS factory string; Flat is exact
-    search: str = ""  # search parameters kept in the index, such as nprobe=32
-    embeddings: Path | None = None  # folder of the vectors, kept; None: beside the index, then removed
-    embedding_dtype: str = "float32"  # of the kept vectors, one of DTYPES
-    shard_rows: int = 2**18  # passages in a file of vectors
-    devices: str = ""  # such as cuda:0,cuda:1 or cpu,cpu: a process each encodes; empty: this process
-    settings: Mapping[str, Any] = field(default_factory=dict)  # the kind's own build options
+    Attributes:
+        retriever_name: The encoder: hashed, e5, bge, dense or bm25.
+        retriever_model: Folder or hub name of the encoder's model; empty for the default of the name.
+        kind: A kind with vectors, or ``package.module:Class``.
+        factory: FAISS factory string; Flat is exact.
+        search: Search parameters kept in the index, such as nprobe=32.
+        embeddings: Folder to keep the vectors in. None: a folder beside the index, removed after the build.
+        embedding_dtype: Precision of the kept vectors, one of DTYPES.
+        shard_rows: Number of passages in a file of vectors.
+        devices: Devices that encode, a process each, such as cuda:0,cuda:1 or cpu,cpu; empty: this process.
+        settings: The kind's own build options that were given, by name.
+    """
+
+    retriever_name: str = "hashed"
+    retriever_model: str = ""
+    kind: str = "faiss"
+    factory: str = "Flat"
+    search: str = ""
+    embeddings: Path | None = None
+    embedding_dtype: str = "float32"
+    shard_rows: int = 2**18
+    devices: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def index_kind(self) -> str:
-        return self.retriever_name if _ranks_texts(self.retriever_name) else self.kind
+        """The kind of the index: that of --retriever_name if it ranks texts, else --kind."""
+        if _ranks_texts(self.retriever_name):
+            return self.retriever_name
+        return self.kind
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of one of the kind's own build options."""
-        return self.settings.get(name, find_kind(self.kind).build_options[name].default)
+        """Return the value of one of the kind's own build options, its default if it was not given."""
+        default = find_kind(self.kind).build_options[name].default
+        return self.settings.get(name, default)
 
     def check(self) -> None:
-        """Raise RetrieverError if a value is unknown or two do not go together."""
+        """Raise RetrieverError if a value is unknown or two values do not go together."""
         kind = find_kind(self.kind)
         if _ranks_texts(self.kind):
             raise RetrieverError(f"--kind {self.kind}: set --retriever_name {self.kind} instead")
@@ -155,45 +221,77 @@ class BuildOptions:
             raise RetrieverError(f"--shard_rows {self.shard_rows}: must be 1 or more")
         if self.devices and self.retriever_name in LEXICAL:
             raise RetrieverError(f"--devices: {self.retriever_name} has no network; leave it out")
-        if _ranks_texts(self.retriever_name) and self != BuildOptions(self.retriever_name):
-            problem = f"--retriever_name {self.retriever_name} has no vectors"
-            raise RetrieverError(f"{problem}: leave out their options")
-        foreign = {name: value for name, value in self.settings.items() if name not in kind.build_options}
+        has_only_name = self == BuildOptions(self.retriever_name)
+        if _ranks_texts(self.retriever_name) and not has_only_name:
+            raise RetrieverError(
+                f"--retriever_name {self.retriever_name} has no vectors: leave out the options of vectors"
+            )
+        for name, value in self.settings.items():
+            if name not in kind.build_options:
+                self._refuse_option(name, value)
         if self.factory != "Flat" and not kind.has_factory:
-            foreign["factory"] = self.factory
-        for name, value in foreign.items():
-            raise RetrieverError(f"--{name} {value}: --kind {self.kind} has none; leave it out")
+            self._refuse_option("factory", self.factory)
         for name, value in self.settings.items():
             kind.build_options[name].check(name, value)
+
+    def _refuse_option(self, name: str, value: Any) -> NoReturn:
+        raise RetrieverError(f"--{name} {value}: --kind {self.kind} has none; leave it out")
 
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """How an index is opened; the fields are named as the service's options."""
+    """Options of opening an index; the fields are named as the service's options.
 
-    retriever_name: str = ""  # hashed, e5, bge, dense or bm25; empty: as the manifest says
-    retriever_model: str = ""  # folder or hub name; empty: as the manifest says, or the name's own
-    engine: str = ""  # the kind that searches the file; empty: as it was built
+    Attributes:
+        retriever_name: The encoder: hashed, e5, bge, dense or bm25; empty: the manifest's.
+        retriever_model: Folder or hub name of its model; empty: the manifest's, or the default of the name.
+        engine: The kind that searches the file, one of ENGINES; empty: the kind that built it.
+        faiss_gpu: Spread the index over all GPUs.
+        mmap: Read the parts of the index from disk when they are needed.
+        threads: Number of cores to use; 0 for all.
+        skip_checksum: Do not compare checksums: reading a large file on a slow disk takes minutes.
+        settings: Service options of a kind's own that were given, by name.
+    """
+
+    retriever_name: str = ""
+    retriever_model: str = ""
+    engine: str = ""
     faiss_gpu: bool = False
     mmap: bool = False
-    threads: int = 0  # cores to use; 0: all
-    skip_checksum: bool = False  # a large file on a slow disk takes minutes to read
-    settings: Mapping[str, Any] = field(default_factory=dict)  # given service options of a kind's own
+    threads: int = 0
+    skip_checksum: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self, kind: str) -> None:
-        """Raise RetrieverError if an option has no meaning for a kind of index."""
+        """Raise RetrieverError if an option that was given has no meaning for a kind of index.
+
+        Args:
+            kind: Name of an entry of KINDS, or ``package.module:Class``.
+        """
         entry = find_kind(kind)
         if self.engine and self.engine not in ENGINES:
             raise RetrieverError(f"--engine {self.engine!r} is unknown; available are faiss and jax")
-        names = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
-        names += ["retriever_model"] if self.retriever_model and not entry.has_vectors else []
-        for name in (*names, *self.settings):
-            if name not in (*entry.open_options, *entry.serve_options):
+        given = [name for name in ("engine", "faiss_gpu", "mmap") if getattr(self, name)]
+        if self.retriever_model and not entry.has_vectors:
+            given.append("retriever_model")
+        given += self.settings
+        for name in given:
+            if name not in entry.open_options and name not in entry.serve_options:
                 raise RetrieverError(f"--{name}: has no meaning for an index of kind {kind}; leave it out")
 
 
 def find_kind(name: str) -> Kind:
-    """Return the entry of a kind, or a plain one for package.module:Class; raises RetrieverError."""
+    """Return the entry of a kind of index.
+
+    Args:
+        name: Name of an entry of KINDS with a backend, or ``package.module:Class``.
+
+    Returns:
+        The entry; for ``package.module:Class`` one without options of its own.
+
+    Raises:
+        RetrieverError: The name is neither.
+    """
     if name in KINDS and KINDS[name].backend:
         return KINDS[name]
     if ":" in name:
@@ -202,20 +300,34 @@ def find_kind(name: str) -> Kind:
 
 
 def find_remote(options: Namespace) -> Remote | None:
-    """Return the search service that the options choose, if they choose one."""
-    remotes = (kind.remote for kind in KINDS.values() if kind.remote)
-    return next((remote for remote in remotes if remote.is_chosen(options)), None)
+    """Return the search service that the service's options choose, or None for an index folder."""
+    for kind in KINDS.values():
+        if kind.remote and kind.remote.is_chosen(options):
+            return kind.remote
+    return None
 
 
 def load_object(address: str) -> Any:
-    """Import ``package.module:name``. Raises RetrieverError: no such module or name."""
+    """Import an object by its address.
+
+    Args:
+        address: ``package.module:name``.
+
+    Returns:
+        The object, usually a class.
+
+    Raises:
+        RetrieverError: There is no such module or name, or the module needs a package that is not installed.
+    """
     module, _, name = address.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        advice = ADVICE.get(getattr(error, "name", "") or "", "correct the name")
-        problem = f"{address}: not an importable package.module:Class ({reason(error)})"
-        raise RetrieverError(f"{problem}; {advice}") from error
+        package = getattr(error, "name", None) or ""
+        advice = ADVICE.get(package, "correct the name")
+        raise RetrieverError(
+            f"{address}: not an importable package.module:Class ({reason(error)}); {advice}"
+        ) from error
 
 
 def _ranks_texts(name: str) -> bool:

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ENVIRONMENT_STATUS = 75  # the same command may succeed later (EX_TEMPFAIL), as for the trainer
+# Exit status after a failure of the environment: the same command may succeed later. It is EX_TEMPFAIL, which
+# the trainer uses too.
+ENVIRONMENT_STATUS = 75
+# Errors of the system that pass when someone makes room on the disk.
 TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-REASON_LENGTH = 160  # characters shown of another library's message
+# Characters shown of another library's message.
+REASON_LENGTH = 160
 
 
 class RetrieverError(Exception):
@@ -22,7 +26,12 @@ class Unavailable(RetrieverError):
 
 
 class RequestFailed(Exception):
-    """A request or a query that is not answered; `status` is the HTTP status of the reply."""
+    """A request or a query that is not answered.
+
+    Args:
+        status: HTTP status of the reply.
+        message: One line for the client.
+    """
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -30,7 +39,16 @@ class RequestFailed(Exception):
 
 
 def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a command: status 0; 2 after an error; 75 where the environment failed; 130 after Ctrl-C."""
+    """Run a command, write its error to stderr, and return its exit status.
+
+    Args:
+        work: The command.
+        interrupted: The line to write after Ctrl-C.
+
+    Returns:
+        0 after success, 2 after an error, 75 if the environment failed (another service does not answer, or
+        the disk is full), 130 after Ctrl-C.
+    """
     try:
         work()
     except RetrieverError as error:
@@ -43,16 +61,29 @@ def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> i
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Return whether another service is away or a disk is full, in the error or in its causes."""
+    """Return whether the error or one of its causes is an absent service or a full disk."""
     while error is not None:
-        if isinstance(error, Unavailable) or (isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS):
+        if isinstance(error, Unavailable):
+            return True
+        if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return True
         error = error.__cause__
     return False
 
 
 def require(module: str, advice: str) -> Any:
-    """Import an optional package's module; raises RetrieverError with advice if it is not installed."""
+    """Import a module of an optional package.
+
+    Args:
+        module: Dotted name of the module.
+        advice: How to install the package, or what to use instead.
+
+    Returns:
+        The module.
+
+    Raises:
+        RetrieverError: The package, or one that it needs, is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -60,5 +91,7 @@ def require(module: str, advice: str) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """The first line of another library's message, or the error's type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:REASON_LENGTH]
+    """Return the first line of another library's message, or the error's type if it has none."""
+    message = str(error).strip() or type(error).__name__
+    first_line = message.splitlines()[0]
+    return first_line[:REASON_LENGTH]

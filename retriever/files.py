@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
-    """Yield a temporary name beside `path`, renamed to it if the block succeeds and removed otherwise.
+    """Rename a temporary file to `path` if the block succeeds, and remove it otherwise.
 
-    Raises OSError: an older file is unchanged. `by_many`: several processes may write it at once.
+    Args:
+        path: The file to make or to replace.
+        by_many: Several processes may write the file at the same time; each has its own temporary file.
+
+    Yields:
+        The temporary file, beside `path`; the block makes and closes it.
+
+    Raises:
+        OSError: The file cannot be written or renamed; an older file at `path` is unchanged.
     """
     process = f".{os.getpid()}" if by_many else ""
     partial = path.with_name(f".{path.name}{process}.partial")
@@ -26,7 +34,17 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """As `atomic_write`, for an empty folder ``PATH.unfinished``."""
+    """Rename a temporary folder to `path` if the block succeeds, and remove it otherwise.
+
+    Args:
+        path: The folder to make or to replace.
+
+    Yields:
+        The temporary folder ``PATH.unfinished``, which exists and is empty.
+
+    Raises:
+        OSError: The folder cannot be made or renamed; an older folder at `path` is unchanged.
+    """
     partial = path.with_name(path.name + ".unfinished")
     previous = path.with_name(path.name + ".previous")
     for leftover in (partial, previous):

@@ -10,6 +10,7 @@ from retriever.errors import status_of
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command; None for `argv` takes those of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m retriever.prepare_corpus",
         description="Converts title/text JSON Lines, BEIR, DPR and MS MARCO tsv, csv and parquet to the"
@@ -26,18 +27,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    # Not above: --help answers at once, and where nothing is installed.
+    """Convert the files, and say on stdout how many passages were read, dropped and written.
+
+    Args:
+        arguments: Options as `parse` returns them.
+
+    Raises:
+        RetrieverError: As `prepare_corpus`.
+    """
+    # Imported here: --help must answer at once, and where nothing is installed.
     from retriever.corpus.prepare import prepare_corpus
 
     counts = prepare_corpus(
         arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
     )
-    dropped = "".join(f", {count} dropped ({reason})" for reason, count in sorted(counts.dropped.items()))
-    output = f"{counts.written} written to {arguments.output}"
-    sys.stdout.write(f"{counts.read} passages read{dropped}, {output}\n")
+    report = f"{counts.read} passages read"
+    for reason, count in sorted(counts.dropped.items()):
+        report += f", {count} dropped ({reason})"
+    report += f", {counts.written} written to {arguments.output}"
+    sys.stdout.write(f"{report}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit status."""
     interrupted = "interrupted; nothing was written: give the same command again"
     return status_of(lambda: run(parse(argv)), interrupted)
 

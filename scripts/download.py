@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError
 from retriever.files import atomic_write
-from retriever.indexes.faiss import read_header
+from retriever.indexes.faiss_files import read_header
 
 INDEX = ("PeterJinGo/wiki-18-e5-index", ("part_aa", "part_ab"), "e5_Flat.index")
 CORPUS = ("PeterJinGo/wiki-18-corpus", ("wiki-18.jsonl.gz",), "wiki-18.jsonl")

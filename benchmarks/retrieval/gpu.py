@@ -23,7 +23,8 @@ import faiss
 import numpy as np
 
 from retriever.errors import RetrieverError
-from retriever.indexes.faiss import FaissVectors, flat_header, map_flat
+from retriever.indexes.faiss import FaissVectors
+from retriever.indexes.faiss_files import flat_header, map_flat
 from retriever.indexes.jax import JaxVectors
 
 ENGINES = ("shards", "cloner", "jax")

@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.retrieval.load import drive, process_bytes, start
 from retriever.corpus.passages import Corpus, load_corpus
-from retriever.encoders import DenseEncoder
-from retriever.indexes.backend import shard_path
-from retriever.indexes.index import SETTINGS
+from retriever.encoders.dense import DenseEncoder
+from retriever.indexes.build import SETTINGS
+from retriever.indexes.embeddings import shard_path
 
 DIMENSION = 384
 SHARD_ROWS = 2**18

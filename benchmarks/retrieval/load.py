@@ -41,9 +41,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from retriever.corpus.passages import load_corpus, split_contents
-from retriever.encoders import DenseEncoder
-from retriever.indexes.backend import available_cores
+from retriever.encoders.dense import DenseEncoder
 from retriever.indexes.index import Dense, Index, open_index
+from retriever.indexes.resources import available_cores
 
 SLICES = 10  # of the soak
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from retriever.backends import BuildOptions
 from retriever.corpus.passages import Corpus, load_corpus
-from retriever.indexes.index import build_index, open_index
+from retriever.indexes.build import build_index
+from retriever.indexes.index import open_index
 
 DEPTHS = (3, 10)
 BATCH = 32

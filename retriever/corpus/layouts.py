@@ -24,18 +24,33 @@ from tqdm import tqdm
 
 from retriever.errors import RetrieverError, reason
 
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
-BATCH = 1024  # rows of a parquet file in memory at once
-HEAD = 2**16  # bytes that hold a first row
+# First bytes of a parquet file and of a gzipped file.
+PARQUET = b"PAR1"
+GZIP = b"\x1f\x8b"
+# Rows of a parquet file that are in memory at once.
+BATCH = 1024
+# Bytes that are sure to hold the first row of a file.
+HEAD = 2**16
+# Names of the field of the id, of the text and of the title; the first that a row has is taken.
 IDS = ("id", "_id", "docid", "doc_id", "pid", "passage_id")
 TEXTS = ("text", "passage", "body", "content", "paragraph_text")
 TITLES = ("title", "page_title")
-TABLES = {2: ["id", "text"], 4: ["id", "url", "title", "text"]}  # MS MARCO passages and documents: no header
+# Columns of MS MARCO's passages and documents, which have no header, by their number.
+TABLES = {2: ["id", "text"], 4: ["id", "url", "title", "text"]}
+
+# A row of any layout, with its place for messages.
+PlacedRow = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage of any layout; `contents` is empty if the row has no text."""
+    """A passage of any layout.
+
+    Attributes:
+        id: Its id; None if the row has none.
+        contents: Title and text as in our corpus; empty if the row has no text.
+        url: Its address; empty if the row has none.
+    """
 
     id: str | None
     contents: str
@@ -43,32 +58,52 @@ class Passage:
 
     def to_line(self) -> bytes:
         """Return the row of our corpus as a line of JSON."""
-        row = {"id": self.id, "contents": self.contents} | ({"url": self.url} if self.url else {})
+        row = {"id": self.id, "contents": self.contents}
+        if self.url:
+            row["url"] = self.url
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def is_convertible(path: Path) -> bool:
-    """Whether the first row of a file, perhaps gzipped, has one of these layouts and not ours."""
+    """Return whether the first row of a file, perhaps gzipped, has one of these layouts and not ours.
+
+    Args:
+        path: An existing file.
+
+    Raises:
+        RetrieverError: A gzipped file is broken.
+    """
     with _errors(path), path.open("rb") as raw:
-        packed = raw.read(len(GZIP)) == GZIP
+        is_gzipped = raw.read(len(GZIP)) == GZIP
         raw.seek(0)
-        file = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw
-        first = file.read(HEAD).split(b"\n")[0].decode("utf-8-sig", "replace")
+        head = _unpacked(raw, is_gzipped).read(HEAD)
+    first = head.split(b"\n")[0].decode("utf-8-sig", "replace")
     if first.startswith(PARQUET.decode()):
         return True
     if first.lstrip()[:1] not in ("{", "["):
         return "\t" in first or _has_text(_header(first))
     try:
         row = json.loads(first)
-    except (ValueError, RecursionError):  # too many brackets
+    except (ValueError, RecursionError):  # RecursionError: too many brackets
         return False
-    return isinstance(row, dict) and _has_text(row) and not row.keys() >= {"id", "contents"}
+    if not isinstance(row, dict):
+        return False
+    is_ours = row.keys() >= {"id", "contents"}
+    return _has_text(row) and not is_ours
 
 
 def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Passage]]:
-    """Yield (place, passage); the place is ``file:line``, or ``file row N`` for parquet.
+    """Read the passages of a file of any layout.
 
-    Raises RetrieverError: no such file, broken, or a row of no layout.
+    Args:
+        path: The file.
+        progress: Show a progress bar on a terminal.
+
+    Yields:
+        The place of each passage for messages, ``file:line`` or ``file row N`` for parquet, and the passage.
+
+    Raises:
+        RetrieverError: There is no such file, it is broken, or a row has no known layout.
     """
     if not path.is_file():
         raise RetrieverError(f"{path}: no such file of passages; correct the path")
@@ -76,58 +111,101 @@ def read_passages(path: Path, progress: bool = True) -> Iterator[tuple[str, Pass
         head = raw.read(len(PARQUET))
         raw.seek(0)
         size = path.stat().st_size
-        bar = tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=None if progress else True)
+        is_disabled = None if progress else True  # None: disabled unless stderr is a terminal
+        bar = tqdm(total=size, desc=path.name, unit="B", unit_scale=True, disable=is_disabled)
         with bar, _errors(path):
-            rows = _parquet(path) if head == PARQUET else _text(path, raw, head[:2] == GZIP)
+            is_gzipped = head.startswith(GZIP)
+            rows = _parquet(path) if head == PARQUET else _text(path, raw, is_gzipped)
             for where, row in rows:
                 yield where, to_passage(row, where)
                 bar.update(raw.tell() - bar.n)
 
 
 def to_passage(row: Mapping[str, Any], where: str) -> Passage:
-    """Return a row of title and text, or of contents, as a passage; RetrieverError without a text."""
-    title, text = _string(row, TITLES, where), _string(row, TEXTS, where)
+    """Convert a row of title and text, or of contents.
+
+    Args:
+        row: Fields of the row by name.
+        where: Place of the row, for messages.
+
+    Returns:
+        The passage.
+
+    Raises:
+        RetrieverError: There is no field of a text, or a field has the wrong type.
+    """
+    title = _string(row, TITLES, where)
+    text = _string(row, TEXTS, where)
     contents = _string(row, ("contents",), where)
     if contents is None and text is None:
-        problem = f"no text: expected 'contents', or one of {', '.join(map(repr, TEXTS))} and 'title'"
-        keys = ", ".join(map(str, row))
-        raise RetrieverError(f"{where}: {problem}; the keys are {keys}; rename the key")
-    name = next((row[key] for key in IDS if row.get(key) not in (None, "")), None)
-    if isinstance(name, bool) or not isinstance(name, str | int | None):
-        raise RetrieverError(f"{where}: the id must be a text or a number, got {name!r}; correct the row")
+        texts = ", ".join(repr(name) for name in TEXTS)
+        keys = ", ".join(str(key) for key in row)
+        raise RetrieverError(
+            f"{where}: no text: expected 'contents', or one of {texts} and 'title'; the keys are {keys};"
+            " rename the key"
+        )
+    passage_id = _id(row)
+    if isinstance(passage_id, bool) or not isinstance(passage_id, str | int | None):
+        raise RetrieverError(
+            f"{where}: the id must be a text or a number, got {passage_id!r}; correct the row"
+        )
     url = row.get("url")
-    address = url if isinstance(url, str) else ""
-    return Passage(None if name is None else str(name), _compose(title, text, contents), address)
+    return Passage(
+        id=None if passage_id is None else str(passage_id),
+        contents=_compose(title, text, contents),
+        url=url if isinstance(url, str) else "",
+    )
+
+
+def _id(row: Mapping[str, Any]) -> Any:
+    """Return the first id of a row that is not empty, or None."""
+    for key in IDS:
+        value = row.get(key)
+        if value not in (None, ""):
+            return value
+    return None
 
 
 def _compose(title: str | None, text: str | None, contents: str | None) -> str:
-    plain = " ".join((title or "").split())
+    """Return the contents of a passage: a line with the title in quotes, then the text."""
+    title = " ".join((title or "").split())
     if contents is not None:
-        first = contents.partition("\n")[0].strip().removeprefix('"').removesuffix('"')
-        if not plain or first == plain:
+        first_line = contents.partition("\n")[0]
+        own_title = first_line.strip().removeprefix('"').removesuffix('"')
+        if not title or own_title == title:
             return contents if contents.strip() else ""
         text = contents
     text = (text or "").strip()
     if not text:
         return ""
-    return f'"{plain}"\n{text}' if plain else f"\n{text}"
+    first_line = f'"{title}"' if title else ""
+    return f"{first_line}\n{text}"
 
 
 def _string(row: Mapping[str, Any], keys: Iterable[str], where: str) -> str | None:
+    """Return the first of these fields that a row has, or None; the sentences of a list are joined."""
     for key in keys:
         value = row.get(key)
         if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
             value = " ".join(sentence.strip() for sentence in value)
-        if value is not None:
-            if not isinstance(value, str):
-                raise RetrieverError(f"{where}: key {key!r} must be text, got {value!r:.60}; correct the row")
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise RetrieverError(f"{where}: key {key!r} must be text, got {value!r:.60}; correct the row")
+        # Half of a surrogate pair becomes U+FFFD.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return None
 
 
-def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    file = cast(BinaryIO, gzip.GzipFile(fileobj=raw) if is_packed else raw)
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+def _unpacked(raw: BinaryIO, is_gzipped: bool) -> BinaryIO:
+    if is_gzipped:
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    return raw
+
+
+def _text(path: Path, raw: BinaryIO, is_gzipped: bool) -> Iterator[PlacedRow]:
+    """Yield the rows of JSON Lines or of a table."""
+    text = io.TextIOWrapper(_unpacked(raw, is_gzipped), encoding="utf-8-sig", newline="")
     first = text.readline()
     lines = chain([first], text)
     if first.lstrip()[:1] == "{":
@@ -135,17 +213,18 @@ def _text(path: Path, raw: BinaryIO, is_packed: bool) -> Iterator[tuple[str, Map
     elif "\t" in first or _has_text(_header(first)):
         yield from _table(path, first, lines)
     elif first.strip():
-        kinds = "JSON Lines nor a tsv, a csv with a header or parquet"
-        raise RetrieverError(f"{path}: neither {kinds}; convert it")
+        raise RetrieverError(
+            f"{path}: neither JSON Lines nor a tsv, a csv with a header or parquet; convert it"
+        )
 
 
-def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[PlacedRow]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, too many brackets
+        except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, or too many brackets
             problem = getattr(error, "msg", error)
             raise RetrieverError(f"{path}:{number}: not valid JSON ({problem})") from error
         if not isinstance(row, dict):
@@ -153,33 +232,56 @@ def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping
         yield f"{path}:{number}", row
 
 
-def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A header and quoted cells as in DPR's psgs_w100, or a tsv with neither."""
-    names, is_tsv = _header(first), "\t" in first
+def _table(path: Path, first: str, lines: Iterator[str]) -> Iterator[PlacedRow]:
+    """Yield the rows of a table: with a header and quoted cells as DPR's psgs_w100, or a tsv with neither."""
+    is_tsv = "\t" in first
+    names = _header(first)
     if _has_text(names):
-        csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(lines, delimiter="\t" if is_tsv else ",", strict=not is_tsv)
-        next(reader)
-        rows = ((reader.line_num, cells) for cells in reader)
+        rows = _quoted_cells(lines, is_tsv)
     else:
-        count = first.count("\t") + 1
-        if count not in TABLES:
-            problem = f"{path}:1: {count} columns and no header with 'id', 'text' and 'title'"
-            raise RetrieverError(f"{problem}; add one")
-        names = TABLES[count]
-        rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in enumerate(lines, 1))
+        names = _names_without_header(path, first)
+        rows = _plain_cells(lines)
     for number, cells in rows:
         if is_tsv and any("\t" in cell and "\n" in cell for cell in cells):
             raise csv.Error(f"line {number}: a cell holds rows; close or double its quotes")
-        if cells in ([], [""]):
+        is_blank = cells in ([], [""])
+        if is_blank:
             continue
         if len(cells) != len(names):
             raise RetrieverError(f"{path}:{number}: {len(cells)} columns, but the first row has {len(names)}")
         yield f"{path}:{number}", dict(zip(names, cells, strict=True))
 
 
+def _quoted_cells(lines: Iterator[str], is_tsv: bool) -> Iterator[tuple[int, list[str]]]:
+    """Yield line number and cells of each row below the header; a cell in quotes may have several lines."""
+    csv.field_size_limit(sys.maxsize)
+    delimiter = "\t" if is_tsv else ","
+    reader = csv.reader(lines, delimiter=delimiter, strict=not is_tsv)
+    next(reader)
+    for cells in reader:
+        yield reader.line_num, cells
+
+
+def _plain_cells(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield line number and cells of each row of a tsv without quotes and without a header."""
+    for number, line in enumerate(lines, 1):
+        yield number, line.rstrip("\r\n").split("\t")
+
+
+def _names_without_header(path: Path, first: str) -> list[str]:
+    """Return the names of the columns of MS MARCO's files, by their number in the first row."""
+    count = first.count("\t") + 1
+    if count not in TABLES:
+        raise RetrieverError(
+            f"{path}:1: {count} columns and no header with 'id', 'text' and 'title'; add one"
+        )
+    return TABLES[count]
+
+
 def _header(first: str) -> list[str]:
-    cells = next(csv.reader([first], delimiter="\t" if "\t" in first else ","), [])
+    """Return the cells of a first line in lower case."""
+    delimiter = "\t" if "\t" in first else ","
+    cells = next(csv.reader([first], delimiter=delimiter), [])
     return [name.strip().lower() for name in cells]
 
 
@@ -187,20 +289,23 @@ def _has_text(names: Iterable[str]) -> bool:
     return not {*TEXTS, "contents"}.isdisjoint(names)
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet(path: Path) -> Iterator[PlacedRow]:
+    known = {*IDS, *TITLES, *TEXTS, "contents", "url"}
     with pq.ParquetFile(path) as file:
-        used = {*IDS, *TITLES, *TEXTS, "contents", "url"}
-        columns = [name for name in file.schema_arrow.names if name in used]
+        names = file.schema_arrow.names
+        columns = [name for name in names if name in known]
         if not columns:
-            raise RetrieverError(f"{path}: no known column among {', '.join(file.schema_arrow.names)}")
-        batches = file.iter_batches(BATCH, columns=columns)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield f"{path} row {number}", row
+            raise RetrieverError(f"{path}: no known column among {', '.join(names)}")
+        number = 0
+        for batch in file.iter_batches(BATCH, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
 
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
+    """Turn errors of reading a file into a RetrieverError that names it."""
     try:
         yield
     except UnicodeDecodeError as error:

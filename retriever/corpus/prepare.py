@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retriever.corpus.layouts import Passage, read_passages
-from retriever.corpus.passages import CACHED_FROM, Offsets, save_offsets, scan
+from retriever.corpus.offsets import CACHED_FROM, Offsets, save_offsets, scan
 from retriever.errors import RetrieverError
 from retriever.files import atomic_write
 
 
 @dataclass
 class PreparedPassages:
-    """Numbers of passages read, written, and dropped by reason."""
+    """Numbers of passages: read, written, and dropped by reason."""
 
     read: int = 0
     written: int = 0
@@ -35,14 +35,21 @@ def prepare_corpus(
 ) -> PreparedPassages:
     """Write the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` if a row has one).
 
-    The result is read once more before it gets its name; its offsets are kept beside it. Raises
-    RetrieverError: a file is missing or a row malformed, an id occurs twice, nothing is left, or the disk
-    refuses.
+    The result is read once more before it gets its name; its offsets are kept beside it.
 
     Args:
-        inputs: files or patterns of files.
-        number_ids: replace ids by numbers.
-        drop_duplicates: keep the first of equal contents; about 100 bytes of memory each.
+        inputs: Files or patterns of files.
+        output: The ``.jsonl`` file to write.
+        number_ids: Replace ids by numbers.
+        drop_duplicates: Keep only the first of equal contents; takes about 100 bytes of memory a passage.
+        progress: Show a progress bar on a terminal.
+
+    Returns:
+        How many passages were read, written and dropped.
+
+    Raises:
+        RetrieverError: A file is missing or a row malformed, an id occurs twice, no passage is left, or the
+            output cannot be written.
     """
     if output.suffix != ".jsonl":
         raise RetrieverError(f"{output}: the output must end in .jsonl")
@@ -67,20 +74,32 @@ def prepare_corpus(
 
 
 def find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Return files in the order given, those of a pattern by name; RetrieverError if it matches nothing."""
+    """Return the files that names and patterns stand for.
+
+    Args:
+        inputs: Files or patterns of files; an existing file is no pattern, whatever its name.
+
+    Returns:
+        The files in the order given, those of a pattern sorted by name.
+
+    Raises:
+        RetrieverError: A pattern matches nothing.
+    """
     files: list[Path] = []
     for name in inputs:
-        matches = sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name]
+        is_pattern = glob.has_magic(name) and not Path(name).exists()
+        matches = sorted(glob.glob(name)) if is_pattern else [name]
         if not matches:
             raise RetrieverError(f"{name}: no file matches; correct the pattern")
-        files += map(Path, matches)
+        files += [Path(match) for match in matches]
     return files
 
 
 def _select_passages(
     files: Sequence[Path], drop_duplicates: bool, number_ids: bool, counts: PreparedPassages, progress: bool
 ) -> Iterator[Passage]:
-    seen: set[bytes] = set()
+    """Yield the passages to write, and count all of them in `counts`."""
+    seen: set[bytes] = set()  # hashes of contents
     for path in files:
         for where, passage in read_passages(path, progress):
             counts.read += 1
@@ -95,12 +114,13 @@ def _select_passages(
                 seen.add(digest)
             if passage.id is None and not number_ids:
                 raise RetrieverError(f"{where}: no id; --number_ids gives every passage its number")
-            name = str(counts.written) if number_ids else passage.id
+            passage_id = str(counts.written) if number_ids else passage.id
             counts.written += 1
-            yield Passage(name, passage.contents, passage.url)
+            yield Passage(passage_id, passage.contents, passage.url)
 
 
 def _check(path: Path) -> Offsets:
+    """Return the offsets of the result; raise RetrieverError for a repeated id."""
     try:
         with path.open("rb", 2**20) as lines, mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) as text:
             return scan(lines, text, "the result")

@@ -10,50 +10,69 @@ from typing import Any
 import numpy as np
 
 from retriever.backends import IndexOptions
-from retriever.encoders import K1, B, tokenize
+from retriever.corpus.passages import Corpus
+from retriever.encoders.hashed import K1, B
+from retriever.encoders.tokenizer import tokenize
 from retriever.errors import RetrieverError, require
-from retriever.indexes.backend import Backend, Build, progress_bar, require_memory
+from retriever.indexes.backend import Backend, Build
+from retriever.indexes.progress import progress_bar
+from retriever.indexes.ranking import top_k
+from retriever.indexes.resources import require_memory
 from retriever.interfaces import Ranker
 
+# Name of bm25s's folder in the folder of an index.
 FOLDER = "bm25"
-SAMPLE = 1000  # passages whose words are counted to estimate the memory
+# Passages whose words are counted to estimate the memory.
+SAMPLE = 1000
 
 
 class Bm25Backend(Backend):
     """A sparse index of the words of all passages."""
 
     def __init__(self) -> None:
-        self._library = _library()
+        self._library = _import_bm25s()
 
     def write(self, build: Build) -> dict[str, Any]:
-        corpus = build.corpus
-        sample = corpus[:: max(1, len(corpus) // SAMPLE)]
-        count = len(corpus) * sum(len(tokenize(row["contents"])) for row in sample) // len(sample)
-        # The peak: word ids as lists, then three arrays of distinct words and their sort.
-        peak = 8 * count + 40 * (count * 2 // 3) + 64 * len(corpus)
-        require_memory(peak, "BM25", "use --retriever_name hashed --factory IVF4096,PQ64")
+        """Count the words of all passages and write the index; the manifest gets no entries."""
+        alternatives = "use --retriever_name hashed --factory IVF4096,PQ64"
+        require_memory(_peak_memory(build.corpus), "BM25", alternatives)
         vocabulary: dict[str, int] = {}
-        ids = []
-        with progress_bar(len(corpus), "words", build.progress) as bar:
-            for row in corpus:
-                ids.append(
-                    [vocabulary.setdefault(word, len(vocabulary)) for word in tokenize(row["contents"])]
-                )
+        ids_of_passages = []
+        with progress_bar(len(build.corpus), "words", build.progress) as bar:
+            for row in build.corpus:
+                word_ids = []
+                for word in tokenize(row["contents"]):
+                    word_ids.append(vocabulary.setdefault(word, len(vocabulary)))
+                ids_of_passages.append(word_ids)
                 bar.update()
         index = self._library.BM25(k1=K1, b=B, method="lucene", backend="numpy")
-        index.index((ids, vocabulary), show_progress=build.progress and sys.stderr.isatty())
+        is_shown = build.progress and sys.stderr.isatty()
+        index.index((ids_of_passages, vocabulary), show_progress=is_shown)
         index.save(str(build.folder / FOLDER), show_progress=False)
         return {}
 
     def open(self, folder: Path, manifest: dict[str, Any], options: IndexOptions) -> Ranker:
+        """Open the index, read whole or memory-mapped."""
         return Bm25(self._library, folder / FOLDER, options.mmap)
 
 
-def _library() -> Any:
-    """Import bm25s, which starts JAX if it finds it, and that would take a TPU or most of a GPU."""
+def _peak_memory(corpus: Corpus) -> int:
+    """Estimate the bytes that a build takes at most.
+
+    They are the word ids as lists, then three arrays of distinct words and their sort.
+    """
+    sample = corpus[:: max(1, len(corpus) // SAMPLE)]
+    sample_words = sum(len(tokenize(row["contents"])) for row in sample)
+    words = len(corpus) * sample_words // len(sample)
+    distinct_words = words * 2 // 3  # in each passage, of all passages together
+    return 8 * words + 40 * distinct_words + 64 * len(corpus)
+
+
+def _import_bm25s() -> Any:
+    """Import bm25s without JAX, which it would start, and which would take a TPU or most of a GPU."""
     modules: dict[str, Any] = sys.modules
     imported = modules.get("jax.lax")
-    modules["jax.lax"] = None  # cannot be imported
+    modules["jax.lax"] = None  # an import of it fails now
     try:
         return require("bm25s", "pip install bm25s, or name another --retriever_name")
     finally:
@@ -63,7 +82,19 @@ def _library() -> Any:
 
 
 class Bm25:
-    """Ranks all passages; raises RetrieverError for a damaged index, or one too large for the memory."""
+    """Ranks all passages for texts.
+
+    Args:
+        library: The module bm25s.
+        folder: Its folder.
+        mmap: Read its parts from disk when they are needed, instead of into memory.
+
+    Attributes:
+        documents: Number of passages.
+
+    Raises:
+        RetrieverError: The index is damaged, or too large for the memory.
+    """
 
     def __init__(self, library: Any, folder: Path, mmap: bool = False):
         try:
@@ -76,24 +107,23 @@ class Bm25:
         self.documents = int(self._index.scores["num_docs"])
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `interfaces.Ranker`; row -1 without a word in common."""
-        ranked = []
+        """Return scores float32 [Q, k] and row numbers int64 [Q, k], as `interfaces.Ranker` says.
+
+        The row number is -1 where a passage has no word in common with the query.
+        """
+        score_rows = []
+        id_rows = []
         for query in queries:
-            indexed = [word for word in tokenize(query) if word in self._index.vocab_dict]
-            scores = self._index.get_scores(indexed) if indexed else np.zeros(self.documents, np.float32)
-            ranked.append(top_k(scores, k))
-        scores, ids = map(np.stack, zip(*ranked, strict=True))
+            scores, ids = top_k(self._scores(query), k)
+            score_rows.append(scores)
+            id_rows.append(ids)
+        scores = np.stack(score_rows)
+        ids = np.stack(id_rows)
         return scores, np.where(scores > 0, ids, -1)
 
-
-def top_k(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the k best of scores [N] and their places, ties in order of place."""
-    if k < len(scores):
-        threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
-        better = np.flatnonzero(scores > threshold)
-        equal = np.flatnonzero(scores == threshold)[: k - len(better)]
-        ids = np.concatenate([better, equal])
-    else:
-        ids = np.arange(len(scores))
-    ids = ids[np.lexsort((ids, -scores[ids]))]
-    return scores[ids], ids
+    def _scores(self, query: str) -> np.ndarray:
+        """Return the score of each passage, float32 [documents]."""
+        known_words = [word for word in tokenize(query) if word in self._index.vocab_dict]
+        if not known_words:
+            return np.zeros(self.documents, np.float32)
+        return self._index.get_scores(known_words)

@@ -1,217 +1,129 @@
-"""Builds an index in a folder; a stopped build continues. Opens it, and searches its corpus."""
+"""Opens an index, checks that it belongs to a corpus, and searches the corpus by it."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retriever.backends import LEXICAL, BuildOptions, IndexOptions, find_kind
+from retriever.backends import LEXICAL, IndexOptions, find_kind
 from retriever.corpus.passages import Corpus
-from retriever.encoders import (
-    HashedEncoder,
-    check_dimension,
-    check_vector,
-    load_encoder,
-    make_encoder,
-    spread,
-    tokenize,
-    words_version,
-)
+from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders.registry import check_dimension, check_vector, load_encoder, make_encoder
+from retriever.encoders.tokenizer import tokenize, words_version
 from retriever.errors import RetrieverError
-from retriever.files import atomic_folder, atomic_write
-from retriever.indexes.backend import (
-    AGAIN,
-    MANIFEST,
-    Backend,
-    Build,
-    Embeddings,
-    check_files,
-    checksums,
-    load_backend,
-    locked,
-    progress_bar,
-    read_manifest,
-    require_disk,
-    shard_path,
-)
-from retriever.indexes.faiss import FLAT, map_flat, read_header
+from retriever.indexes.backend import load_backend
+from retriever.indexes.faiss_files import FLAT, map_flat, read_header
+from retriever.indexes.manifest import REBUILD, check_files, read_manifest
 from retriever.interfaces import CorpusRow, Encoder, Hits, Ranker, Vectors
 
-SETTINGS = "settings.json"
-BLOCK = 2048  # passages encoded at once
-
-
-def build_index(
-    corpus: Corpus, folder: Path, options: BuildOptions | None = None, progress: bool = True
-) -> None:
-    """Encode the corpus and write the index; started again after a stop, it continues.
-
-    Raises RetrieverError: unknown encoder, factory or option; the folder holds something else; too little
-    memory or disk; embeddings started with other settings.
-    """
-    options = options or BuildOptions()
-    options.check()
-    name, kind = options.retriever_name, options.index_kind
-    backend = load_backend(kind, building=True)
-    backend.check(options)
-    with _writing(folder), locked(folder):
-        is_used = folder.is_file() or (folder.exists() and any(folder.iterdir()))
-        if is_used and not (folder / MANIFEST).is_file():
-            raise RetrieverError(f"{folder}: exists and is not an index; choose another --index_path")
-        manifest: dict[str, Any] = {"corpus_sha256": corpus.sha256, "documents": len(corpus)}
-        manifest |= words_version(name) | {"kind": kind, "encoder": name}
-        shards = options.embeddings or folder.with_name(folder.name + ".embeddings")
-        embeddings = None
-        if find_kind(kind).has_vectors:
-            with locked(shards), _writing(shards):
-                embeddings = embed(corpus, shards, options, progress, backend)
-            encoder = embeddings.encoder
-            manifest |= {"encoder": encoder.name, "model": encoder.model, "dimension": encoder.dimension}
-        with atomic_folder(folder) as unfinished, _writing(unfinished):
-            if embeddings:
-                embeddings.encoder.save(unfinished)
-            entries = backend.write(Build(unfinished, corpus, options, embeddings, progress))
-            sums = checksums(unfinished, unfinished.glob(find_kind(kind).checked_files))
-            manifest |= {"factory": kind} | entries | {"checksums": sums}
-            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        if embeddings and options.embeddings is None:
-            shutil.rmtree(shards)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        problem = f"{folder}: cannot be written ({error.strerror or error})"
-        advice = "make room or name another folder, and start again: what was encoded is kept"
-        raise RetrieverError(f"{problem}; {advice}") from error
-
-
-def embed(
-    corpus: Corpus,
-    folder: Path,
-    options: BuildOptions,
-    progress: bool = True,
-    backend: Backend | None = None,
-) -> Embeddings:
-    """Encode all passages; complete shards of an earlier start are kept.
-
-    The backend that will write the index is prepared first. Raises RetrieverError: the folder was started
-    with other settings, or the disk is too small.
-    """
-    settings = {
-        "corpus_sha256": corpus.sha256,
-        "documents": len(corpus),
-        "encoder": options.retriever_name,
-        "model": options.retriever_model,
-        "shard_rows": options.shard_rows,
-        "dtype": options.embedding_dtype,
-    } | words_version(options.retriever_name)
-    is_resumed = (folder / SETTINGS).is_file()
-    if is_resumed:
-        previous = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        changed = [key for key, value in settings.items() if previous.get(key) != value]
-        if changed:
-            changes = [f"{key} was {previous.get(key)!r} and is {settings[key]!r}" for key in changed]
-            problem = f"{folder}: started with other settings ({', '.join(changes)})"
-            raise RetrieverError(f"{problem}; restore or delete it")
-        encoder = load_encoder(folder, options.retriever_name, options.retriever_model)
-    else:
-        encoder = make_encoder(options.retriever_name, options.retriever_model, corpus)
-    if backend:
-        backend.prepare(encoder.dimension, options, folder)
-    if not is_resumed:
-        if folder.exists() and any(folder.iterdir()):
-            raise RetrieverError(f"{folder}: exists and holds no embeddings; choose another --embeddings")
-        with atomic_folder(folder) as unfinished:
-            encoder.save(unfinished)
-            (unfinished / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-    rows, dtype = options.shard_rows, np.dtype(options.embedding_dtype)
-    shards = [range(start, min(start + rows, len(corpus))) for start in range(0, len(corpus), rows)]
-    missing = [shard for shard in shards if not shard_path(folder, shard.start, rows).is_file()]
-    passages = sum(map(len, missing))
-    alternatives = "use another --embeddings folder or --embedding_dtype float16"
-    require_disk(folder, passages * encoder.dimension * dtype.itemsize, "the vectors need", alternatives)
-    devices = options.devices.split(",") if options.devices else []
-    block = BLOCK * max(1, 4 * len(devices))
-    done = len(corpus) - passages
-    with spread(encoder, devices), progress_bar(len(corpus), "encode", progress, done) as bar:
-        for shard in missing:
-            _encode(corpus, encoder, shard, shard_path(folder, shard.start, rows), dtype, block, bar)
-    return Embeddings(folder, encoder, len(corpus), rows)
-
-
-def _encode(
-    corpus: Corpus, encoder: Encoder, rows: range, path: Path, dtype: np.dtype, block: int, bar: Any
-) -> None:
-    # Written, not mapped: on a full disk a mapping ends the process without a message.
-    with atomic_write(path) as partial, partial.open("wb") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (len(rows), encoder.dimension)})
-        for first in rows[::block]:
-            last = min(first + block, rows.stop)
-            file.write(encoder.encode_passages(corpus[first:last]).astype(dtype).data)
-            bar.update(last - first)
-
-
-SPARE = 16  # passages fetched in place of those that turn out to be noise
+# Passages fetched beyond k, in place of those that turn out to be noise of the hashed encoder.
+SPARE = 16
 
 
 class Dense:
-    """Ranks rows by an encoder and an index of vectors."""
+    """Ranks rows by an encoder and an index of vectors.
+
+    Args:
+        encoder: Encodes the queries.
+        vectors: The index of the passages' vectors.
+
+    Attributes:
+        encoder: As above.
+        documents: Number of rows that are ranked.
+    """
 
     def __init__(self, encoder: Encoder, vectors: Vectors):
-        self.encoder, self.documents = encoder, vectors.documents
+        self.encoder = encoder
+        self.documents = vectors.documents
         self._vectors = vectors
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return scores float32 [Q, k] and row numbers int64 [Q, k], as `interfaces.Ranker` says."""
         return self._vectors.nearest(self.encoder.encode_queries(queries), k)
 
 
 class Index:
     """Searches a corpus. Any number of threads may call it.
 
-    A hit of the hashed encoder has a word of the query and a score above 0: its projection gives all other
-    passages a little noise.
+    A hit of the hashed encoder has a word of the query and a score above 0, because its projection gives all
+    other passages a little noise.
+
+    Args:
+        corpus: The rows.
+        ranker: Ranks their row numbers.
+        manifest: The manifest of the index.
+
+    Attributes:
+        corpus: The rows.
+        manifest: The manifest of the index.
     """
 
     def __init__(self, corpus: Corpus, ranker: Ranker, manifest: dict[str, Any]):
-        self.corpus, self.manifest = corpus, manifest
+        self.corpus = corpus
+        self.manifest = manifest
         self._ranker = ranker
         self._is_noisy = manifest.get("encoder") == HashedEncoder.name
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """Return the k best rows of each query with their scores, best first; ties in corpus order."""
+        """Return the best rows of each query.
+
+        Args:
+            queries: Texts; may be empty.
+            k: Largest number of rows for each query, at least 1.
+
+        Returns:
+            For each query at most k rows with their scores, best first; ties in corpus order.
+
+        Raises:
+            Unavailable: Another service holds the vectors and does not answer.
+        """
         if not queries:
             return []
-        fetched = min(k + SPARE * self._is_noisy, len(self.corpus))
-        scores, ids = self._ranker.rank(queries, fetched)
-        ranked = zip(queries, scores.tolist(), ids.tolist(), strict=True)
-        return [list(islice(self._hits(*ranking), k)) for ranking in ranked]
+        fetched = k + SPARE if self._is_noisy else k
+        scores, ids = self._ranker.rank(queries, min(fetched, len(self.corpus)))
+        results = []
+        for query, scores_of_query, ids_of_query in zip(queries, scores.tolist(), ids.tolist(), strict=True):
+            results.append(self._hits(query, scores_of_query, ids_of_query, k))
+        return results
 
-    def _hits(self, query: str, scores: list[float], ids: list[int]) -> Iterator[tuple[CorpusRow, float]]:
+    def _hits(self, query: str, scores: list[float], ids: list[int], k: int) -> Hits:
+        """Return the first k ranked rows, without those that are noise."""
         query_words = set(tokenize(query)) if self._is_noisy else set()
-        for score, i in zip(scores, ids, strict=True):
-            if i < 0:
+        hits: Hits = []
+        for score, row_number in zip(scores, ids, strict=True):
+            if len(hits) == k:
+                break
+            if row_number < 0:
                 continue
-            row = self.corpus[i]
-            if not self._is_noisy or (score > 0 and not query_words.isdisjoint(tokenize(row["contents"]))):
-                yield row, score
+            row = self.corpus[row_number]
+            if self._is_noisy and not _is_hit(row, score, query_words):
+                continue
+            hits.append((row, score))
+        return hits
+
+
+def _is_hit(row: CorpusRow, score: float, query_words: set[str]) -> bool:
+    """Return whether a row of the hashed encoder has a word of the query and a score above 0."""
+    return score > 0 and not query_words.isdisjoint(tokenize(row["contents"]))
 
 
 def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) -> Index:
-    """Load an index that was built from exactly this corpus: a folder, or a bare FAISS file.
+    """Load an index that was built from exactly this corpus.
 
-    Raises RetrieverError: it is missing, damaged or too large, belongs to another corpus, or the options do
-    not fit it.
+    Args:
+        path: The folder of the index, or a bare FAISS file.
+        corpus: The rows.
+        options: How to open it; None for the defaults.
+
+    Returns:
+        The index, ready to search.
+
+    Raises:
+        RetrieverError: The index is missing, damaged or too large, it belongs to another corpus, or the
+            options do not fit it.
     """
     options = options or IndexOptions()
     if path.is_file():
@@ -219,56 +131,76 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) 
     manifest = read_manifest(path)
     _check_source(path, manifest, corpus, options)
     options.check(manifest["kind"])
-    kind = manifest["kind"] = options.engine or manifest["kind"]
+    kind = options.engine or manifest["kind"]
+    manifest["kind"] = kind
     options.check(kind)
     backend = load_backend(kind)
-    encoder = None
-    if find_kind(kind).has_vectors:
-        model = options.retriever_model or manifest.get("model", "")
-        encoder = load_encoder(path, manifest["encoder"], model)
-    if encoder and (sizes := backend.sizes(path, manifest)):
-        _check_count(path, sizes[0], corpus)
-        check_dimension(path, sizes[1], encoder)
+    if not find_kind(kind).has_vectors:
+        if not options.skip_checksum:
+            check_files(path, manifest)
+        ranker: Any = backend.open(path, manifest, options)
+        _check_count(path, ranker.documents, corpus)
+        return Index(corpus, ranker, manifest)
+    model = options.retriever_model or manifest.get("model", "")
+    encoder = load_encoder(path, manifest["encoder"], model)
+    sizes = backend.sizes(path, manifest)
+    if sizes is not None:
+        documents, dimension = sizes
+        _check_count(path, documents, corpus)
+        check_dimension(path, dimension, encoder)
     if not options.skip_checksum:
         check_files(path, manifest)
-    index: Any = backend.open(path, manifest, options)
-    _check_count(path, index.documents, corpus)
-    if encoder:
-        check_dimension(path, index.dimension, encoder)
-    return Index(corpus, Dense(encoder, index) if encoder else index, manifest)
+    vectors: Any = backend.open(path, manifest, options)
+    _check_count(path, vectors.documents, corpus)
+    check_dimension(path, vectors.dimension, encoder)
+    return Index(corpus, Dense(encoder, vectors), manifest)
 
 
 def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
     """Open a FAISS file without a manifest: only sizes, dimension and the first vector can be checked."""
-    name, engine = options.retriever_name, options.engine or "faiss"
-    if name in ("", *LEXICAL):
+    name = options.retriever_name
+    engine = options.engine or "faiss"
+    if not name or name in LEXICAL:
         raise RetrieverError(f"{path}: has no manifest: set --retriever_name to e5, bge or dense")
     options.check(engine)
     header = read_header(path)
+    is_flat = header.kind == FLAT
     _check_count(path, header.documents, corpus)
     encoder = make_encoder(name, options.retriever_model, corpus)
     check_dimension(path, header.dimension, encoder)
-    index: Any = load_backend(engine).open(path, {}, options)
-    if header.kind == FLAT:
+    vectors: Any = load_backend(engine).open(path, {}, options)
+    if is_flat:
         check_vector(f"{path}, first passage", map_flat(path)[0], corpus[0], encoder)
-    manifest = {"corpus_sha256": corpus.sha256, "documents": len(corpus), "kind": engine}
-    manifest |= {"encoder": encoder.name, "model": encoder.model, "dimension": encoder.dimension}
-    factory = "Flat" if header.kind == FLAT else header.kind.decode()
-    manifest |= {"factory": factory, "bytes": path.stat().st_size}
-    return Index(corpus, Dense(encoder, index), manifest)
+    manifest = {
+        "corpus_sha256": corpus.sha256,
+        "documents": len(corpus),
+        "kind": engine,
+        "encoder": encoder.name,
+        "model": encoder.model,
+        "dimension": encoder.dimension,
+        "factory": "Flat" if is_flat else header.kind.decode(),
+        "bytes": path.stat().st_size,
+    }
+    return Index(corpus, Dense(encoder, vectors), manifest)
 
 
 def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, options: IndexOptions) -> None:
+    """Refuse an index of another corpus, of another version of `tokenize`, or of another encoder."""
     if manifest["corpus_sha256"] != corpus.sha256:
-        sizes = f"{manifest['documents']} passages; this one has {len(corpus)}"
-        raise RetrieverError(f"{folder}: built from another corpus ({sizes}); {AGAIN}")
+        raise RetrieverError(
+            f"{folder}: built from another corpus ({manifest['documents']} passages; this one has"
+            f" {len(corpus)}); {REBUILD}"
+        )
     if manifest.get("words") != words_version(manifest["encoder"]).get("words"):
-        raise RetrieverError(f"{folder}: split into words by another version of this program; {AGAIN}")
+        raise RetrieverError(f"{folder}: split into words by another version of this program; {REBUILD}")
     if options.retriever_name and options.retriever_name != manifest["encoder"]:
         raise RetrieverError(f"--retriever_name: {folder} was built with {manifest['encoder']}; leave it out")
 
 
 def _check_count(path: Path, documents: int, corpus: Corpus) -> None:
+    """Refuse an index that has another number of rows than the corpus."""
     if documents != len(corpus):
-        problem = f"{path}: holds {documents:,} vectors and the corpus {corpus.path} {len(corpus):,} passages"
-        raise RetrieverError(f"{problem}; set --corpus_path to the corpus that it was built from")
+        raise RetrieverError(
+            f"{path}: holds {documents:,} vectors and the corpus {corpus.path} {len(corpus):,} passages; set"
+            " --corpus_path to the corpus that it was built from"
+        )

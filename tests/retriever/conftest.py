@@ -32,7 +32,7 @@ def towns(tmp_path_factory):
 
 
 def build(folder, rows):
-    from retriever.indexes.index import build_index
+    from retriever.indexes.build import build_index
 
     corpus = write_rows(folder / "corpus.jsonl", rows)
     build_index(load_corpus(corpus), folder / "index", progress=False)

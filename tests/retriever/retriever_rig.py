@@ -103,7 +103,8 @@ def served(app, max_connections=100, seconds=30.0, loop="auto"):
     """(host, port) of a server over a real socket, with the service's own limits of connections."""
     import uvicorn
 
-    from retriever.service.server import bounded_protocol, listen, make_config
+    from retriever.service.protocol import bounded_protocol
+    from retriever.service.server import listen, make_config
 
     with listen("127.0.0.1", 0) as listener:
         protocol = bounded_protocol(max_connections, seconds)

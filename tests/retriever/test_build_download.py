@@ -16,7 +16,8 @@ from scripts import download as download_script
 def download(monkeypatch):
     """The script, with no network."""
     hub = pytest.importorskip("huggingface_hub")
-    absent = Mock(side_effect=hub.errors.LocalEntryNotFoundError("no connection"))
+    errors = pytest.importorskip("huggingface_hub.errors")  # not an attribute of the package until imported
+    absent = Mock(side_effect=errors.LocalEntryNotFoundError("no connection"))
     monkeypatch.setattr(hub, "hf_hub_download", absent)
     return download_script
 

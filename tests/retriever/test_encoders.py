@@ -7,7 +7,8 @@ import pytest
 from retriever_rig import TOWNS, bm25_scores
 
 from retriever.corpus.passages import split_contents
-from retriever.encoders import HashedEncoder, tokenize
+from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders.tokenizer import tokenize
 from retriever.indexes.index import Index
 
 

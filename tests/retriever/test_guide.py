@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from retriever.indexes.backend import vector_bytes
-from retriever.indexes.faiss import NORM_BYTES, WORKSPACE
+from retriever.indexes.faiss_build import vector_bytes
+from retriever.indexes.faiss_gpu import NORM_BYTES, WORKSPACE
 from retriever.options import make_parser, parse
-from retriever.service.server import load
+from retriever.service.assembly import load
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "retriever.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from test_architecture import imports
 from retriever import build_index
 from retriever.backends import KINDS, Kind, Option
 from retriever.options import BUILD_OPTIONS, parse
-from retriever.service.server import load
+from retriever.service.assembly import load
 
 PACKAGE = Path(__file__).parents[2] / "retriever"
 ADDRESS = "matrix_backend:MatrixBackend"

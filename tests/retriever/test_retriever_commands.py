@@ -28,10 +28,10 @@ def interrupt(*_, **__):
 @pytest.mark.parametrize(
     ("name", "place", "kept"),
     [
-        ("hashed", "encoders.HashedEncoder.save", set()),
+        ("hashed", "encoders.hashed.HashedEncoder.save", set()),
         ("hashed", "indexes.faiss.write_faiss", {"i.embeddings"}),
-        ("hashed", "indexes.index.checksums", {"i.embeddings"}),
-        ("bm25", "indexes.index.checksums", set()),
+        ("hashed", "indexes.build.checksums", {"i.embeddings"}),
+        ("bm25", "indexes.build.checksums", set()),
     ],
 )
 def test_ctrl_c_leaves_nothing_half_written(tmp_path, files, capsys, monkeypatch, name, place, kept):
@@ -140,7 +140,7 @@ def test_help_needs_no_optional_package(name):
 
 def test_corpus_needs_no_optional_package():
     """scripts/download.py reads one where nothing but the base packages is installed."""
-    for module in ("retriever.corpus.passages", "retriever.indexes.faiss"):
+    for module in ("retriever.corpus.passages", "retriever.indexes.faiss_files"):
         assert run_without(["faiss", "scipy", "fastapi", "bm25s", "jax"], module).returncode == 0
 
 

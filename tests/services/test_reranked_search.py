@@ -49,7 +49,7 @@ def service(child, tmp_path_factory):
 
 def test_trainer_gets_the_best_reranked_documents(service, child):
     from retriever.corpus.passages import load_corpus
-    from retriever.encoders import Reranker
+    from retriever.encoders.reranker import Reranker
     from retriever.indexes.index import open_index
 
     queries = ["ada almson", "bo dorn"]

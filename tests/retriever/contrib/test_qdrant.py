@@ -15,10 +15,11 @@ from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 from retriever.backends import KINDS, BuildOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, search_params
-from retriever.encoders import HashedEncoder
-from retriever.indexes.index import build_index, open_index
+from retriever.encoders.hashed import HashedEncoder
+from retriever.indexes.build import build_index
+from retriever.indexes.index import open_index
 from retriever.options import parse
-from retriever.service.server import load, load_index
+from retriever.service.assembly import load, load_index
 
 RLINF = "wiki_collection_m24_cef512"
 

@@ -15,8 +15,8 @@ from retriever.contrib.web import WebSearch
 from retriever.errors import RequestFailed
 from retriever.options import parse
 from retriever.service.app import make_app
+from retriever.service.assembly import load
 from retriever.service.cache import ResultCache
-from retriever.service.server import load
 
 ITEMS = [{"title": f"T {n}\nx", "link": f"https://e.org/{n}", "snippet": f"s {n}\n y"} for n in range(12)]
 

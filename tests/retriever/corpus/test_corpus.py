@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from retriever_rig import refuses, write_rows
 
-from retriever.corpus import layouts, prepare
-from retriever.corpus import passages as offsets
-from retriever.corpus.passages import HEADER, Pages, cache_file, load_corpus, load_offsets, save_offsets, scan
+from retriever.corpus import layouts, offsets, passages, prepare
+from retriever.corpus import rows as corpus_rows
+from retriever.corpus.offsets import HEADER, cache_file, load_offsets, save_offsets, scan
+from retriever.corpus.pages import Pages
+from retriever.corpus.passages import load_corpus
 from retriever.corpus.prepare import prepare_corpus
 from retriever.errors import RetrieverError
 from retriever.prepare_corpus import main
@@ -33,7 +35,7 @@ def row(i, text="text"):
 @pytest.fixture
 def kept_offsets(monkeypatch):
     """Keeps offsets of files of any size."""
-    monkeypatch.setattr(offsets, "CACHED_FROM", 1)
+    monkeypatch.setattr(passages, "CACHED_FROM", 1)
 
 
 def test_rows_have_the_order_of_the_file(tmp_path):
@@ -54,7 +56,7 @@ def test_offsets_are_kept_until_the_corpus_changes(tmp_path, kept_offsets, monke
     path, side = write_rows(tmp_path / "c.jsonl", rows[:20]), tmp_path / "c.jsonl.offsets"
     before = load_corpus(path)
     with monkeypatch.context() as patch:
-        patch.setattr(offsets, "scan", None)  # would fail
+        patch.setattr(passages, "scan", None)  # would fail
         assert list(load_corpus(path)) == rows[:20]
     for damaged in (b"junk", side.read_bytes()[:-8]):
         side.write_bytes(damaged)
@@ -157,7 +159,7 @@ def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
     table = table_of(tmp_path, "c.tsv", TABLE)
     packed = table_of(tmp_path, "c.jsonl", (json.dumps(row(1)) + "\n").encode(), True)
     assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
-    monkeypatch.setattr(offsets, "GZIP_LIMIT", 30)
+    monkeypatch.setattr(passages, "GZIP_LIMIT", 30)
     refuses(r"more than 30 bytes.*prepare_corpus .*c.tsv --output", load_corpus, table)
     refuses(r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)", load_corpus, packed)
 
@@ -178,8 +180,8 @@ def test_overlong_line_is_refused(tmp_path, monkeypatch):
             assert size == 2**24 + 1
             return b"x" * size
 
-    refuses("c:1: longer than 16,777,216 bytes", next, offsets.read_lines(Endless(), "c"))
-    monkeypatch.setattr(offsets, "MAX_LINE", 200)
+    refuses("c:1: longer than 16,777,216 bytes", next, corpus_rows.read_lines(Endless(), "c"))
+    monkeypatch.setattr(corpus_rows, "MAX_LINE", 200)
     rows = [{"id": n, "url": f"u{n}", "contents": "a" * length} for n, length in enumerate((140, 300))]
     path = write_rows(tmp_path / "c.jsonl", rows)
     packed = table_of(tmp_path, "c.jsonl", path.read_bytes(), True)
@@ -343,9 +345,9 @@ def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
     refuses("the result:2: id 'a' was used before, in line 1.*--number_ids", converted, tmp_path, twice)
     assert [row["id"] for row in converted(tmp_path, twice, number_ids=True)] == ["0", "1"]
     refuses("input:1: no id; --number_ids gives every passage", converted, tmp_path, lines({"text": "x"}))
-    for module in (offsets, prepare):
+    for module in (passages, prepare):
         monkeypatch.setattr(module, "CACHED_FROM", 1)
-    monkeypatch.setattr(offsets, "scan", None)  # would fail: offsets are kept, nothing is scanned again
+    monkeypatch.setattr(passages, "scan", None)  # would fail: offsets are kept, nothing is scanned again
     assert len(converted(tmp_path, lines(*({"id": n, "text": f"x{n}"} for n in range(9))))) == 9
 
 

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from retriever_rig import refuses
 
-from retriever.indexes import backend as plan
-from retriever.indexes import faiss as gpu
-from retriever.indexes.backend import Embeddings
-from retriever.indexes.bm25 import top_k
-from retriever.indexes.faiss import FaissVectors, map_flat, search_in_corpus_order, write_faiss
+from retriever.indexes import faiss as backend
+from retriever.indexes import faiss_gpu as gpu
+from retriever.indexes import resources
+from retriever.indexes.embeddings import Embeddings
+from retriever.indexes.faiss import FaissVectors
+from retriever.indexes.faiss_build import make_empty, vector_bytes, write_faiss
+from retriever.indexes.faiss_files import map_flat, read_header
 from retriever.indexes.jax import JaxVectors
+from retriever.indexes.ranking import EXTRA_ROWS, MAX_ROWS, search_in_corpus_order, top_k
 
 DIMENSION = 24
 GIB = 2**30
@@ -93,7 +96,7 @@ def test_four_queries_share_one_matrix_product():
     """Until 1.14 the limit was a number of queries, from 1.15 on of their elements."""
     for version, limit in (("1.12.0", 4), ("1.14.1", 4), ("1.15.1", 4 * DIMENSION)):
         stand_in = SimpleNamespace(__version__=version, cvar=SimpleNamespace())
-        gpu.multiply_sooner(stand_in, DIMENSION)
+        backend.set_product_threshold(stand_in, DIMENSION)
         assert stand_in.cvar.distance_compute_blas_threshold == limit
 
 
@@ -122,14 +125,16 @@ def test_factories_find_results_of_brute_force(tmp_path, embeddings, monkeypatch
     expected = brute_force(VECTORS, QUERIES, 10)
     recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(ids, expected, strict=True)])
     assert recall > (0.5 if "PCA" in factory else 0.9)
-    monkeypatch.setattr(gpu, "LARGE", path.stat().st_size)
+    monkeypatch.setattr(backend, "LARGE", path.stat().st_size)
     large = FaissVectors(path, threads=2)
     with ThreadPoolExecutor(4) as pool:
         results = [*pool.map(lambda _: large.nearest(QUERIES, 10), range(8))]
     for _, rows in (*results, FaissVectors(path, mmap=True).nearest(QUERIES, 10)):
         assert rows.tolist() == ids.tolist()
-    assert small._searcher is None and (large._searcher is not None) == (factory in ("Flat", "SQfp16"))
-    assert not large._searcher or large._searcher.submit(faiss.omp_get_max_threads).result() == 2
+    assert small._search_thread is None and (large._search_thread is not None) == (
+        factory in ("Flat", "SQfp16")
+    )
+    assert not large._search_thread or large._search_thread.submit(faiss.omp_get_max_threads).result() == 2
 
 
 def test_files_are_those_of_faiss_with_search_parameters(tmp_path, embeddings):
@@ -138,7 +143,7 @@ def test_files_are_those_of_faiss_with_search_parameters(tmp_path, embeddings):
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat", "nprobe=5"))).nprobe == 5
     assert faiss.read_index(str(built(tmp_path, embeddings, "IVF16,Flat"))).nprobe == 4
     assert faiss.read_index(str(built(tmp_path, embeddings, "HNSW16"))).hnsw.efSearch == 128
-    refuses("--search 'nprob=5'", gpu.make_empty, 8, "IVF16,Flat", "nprob=5")
+    refuses("--search 'nprob=5'", make_empty, 8, "IVF16,Flat", "nprob=5")
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -151,9 +156,9 @@ def test_damaged_file_is_refused(tmp_path, embeddings, mmap):
     refuses("index.faiss: FAISS cannot read it", FaissVectors, path)
     refuses("FAISS type IxSQ; --engine jax needs factory Flat", map_flat, path)
     path.write_text("nothing")
-    refuses("not a FAISS index", gpu.read_header, path)
+    refuses("not a FAISS index", read_header, path)
     written(path, "Flat", VECTORS, metric=faiss.METRIC_L2)
-    refuses("metric is FAISS number 1", gpu.read_header, path)
+    refuses("metric is FAISS number 1", read_header, path)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -188,7 +193,7 @@ def test_ids_must_be_row_numbers(tmp_path, factory, ids, example, mmap):
 
 def test_index_above_the_memory_is_refused(tmp_path, embeddings, monkeypatch):
     path, again = built(tmp_path, embeddings), tmp_path / "again"
-    monkeypatch.setattr(plan, "available_memory", lambda: 90_000)
+    monkeypatch.setattr(resources, "available_memory", lambda: 90_000)
     refuses(r"needs 0.0 GiB .*--mmap.* --factory IVF4096,PQ64", FaissVectors, path)
     FaissVectors(path, mmap=True)
     write_faiss(again, embeddings, "Flat", "", progress=False)  # streamed, not held
@@ -208,7 +213,7 @@ def engine(scores, counts):
 
 
 @pytest.mark.parametrize("k", [1, 3, 20])
-@pytest.mark.parametrize("documents", [1, 5, gpu.EXTRA_ROWS + 4, 300])
+@pytest.mark.parametrize("documents", [1, 5, EXTRA_ROWS + 4, 300])
 @pytest.mark.parametrize("levels", [1, 3, 1000], ids="{} scores".format)
 def test_ties_do_not_depend_on_the_batch(k, documents, levels):
     rng = np.random.default_rng(k * documents)
@@ -225,8 +230,8 @@ def test_ties_do_not_depend_on_the_batch(k, documents, levels):
 
 def test_fetching_ends_with_the_tie():
     for scores, expected in (
-        (np.arange(5000), [3 + gpu.EXTRA_ROWS]),
-        (np.zeros(5000), [19, 76, 304, gpu.MAX_ROWS]),
+        (np.arange(5000), [3 + EXTRA_ROWS]),
+        (np.zeros(5000), [19, 76, 304, MAX_ROWS]),
     ):
         counts = []
         search_in_corpus_order(engine(scores[None], counts), 3, 5000)
@@ -262,7 +267,7 @@ def test_gpu_shards_find_results_of_one_index(devices, k):
             super().add(rows)
 
     shards = gpu.plan_shards(500, 16, [4 * GIB] * devices, "x")
-    index, _held = gpu.fill(faiss, vectors, shards, lambda device: Part(16))
+    index, _held = gpu.fill_shards(faiss, vectors, shards, lambda device: Part(16))
     assert added == [True] * devices  # one call each, of a view: nothing of the map was copied
     assert index.ntotal == 500
     _, results = search_in_corpus_order(lambda count: index.search(queries, count), k, 500)
@@ -290,19 +295,19 @@ def test_type_that_stays_on_the_cpu_is_refused(tmp_path, monkeypatch):
 )
 def test_planned_bytes_are_those_of_the_file(tmp_path, factory):
     size = written(tmp_path / "index", factory, whole(0, 20_000, 16)).stat().st_size
-    assert plan.vector_bytes(20_000, 16, factory) == pytest.approx(size, rel=0.1)
+    assert vector_bytes(20_000, 16, factory) == pytest.approx(size, rel=0.1)
 
 
 def test_memory_and_cores_of_a_container_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "CGROUP", tmp_path)
-    assert plan.available_memory() > 2**20
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
+    assert resources.available_memory() > 2**20
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert plan.available_memory() > 2**20
+    assert resources.available_memory() > 2**20
     (tmp_path / "memory.max").write_text("5000\n")
-    assert plan.available_memory() == 4000
-    monkeypatch.setattr(plan.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert plan.available_cores() == 8
+    assert resources.available_memory() == 4000
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert resources.available_cores() == 8
     for text, cores in (("max 100000", 8), ("250000 100000", 3), ("20000 100000", 1), ("9900000 100000", 8)):
         (tmp_path / "cpu.max").write_text(text)
-        assert plan.available_cores() == cores
+        assert resources.available_cores() == cores

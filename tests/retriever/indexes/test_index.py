@@ -16,11 +16,14 @@ import pytest
 from retriever_rig import bm25_scores, brute_force_ids, ids, people_corpus, refuses, write_flat
 
 from retriever.backends import BuildOptions, IndexOptions
-from retriever.encoders import HashedEncoder
+from retriever.encoders.hashed import HashedEncoder
 from retriever.errors import RetrieverError
-from retriever.indexes import backend, index
-from retriever.indexes.backend import MANIFEST, locked
-from retriever.indexes.index import build_index, embed, open_index
+from retriever.indexes import build as build_module
+from retriever.indexes import progress as progress_module
+from retriever.indexes.build import build_index, embed
+from retriever.indexes.index import open_index
+from retriever.indexes.lock import locked
+from retriever.indexes.manifest import MANIFEST
 
 LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) left"
 
@@ -51,7 +54,7 @@ def stop_after(monkeypatch):
         return encode(self, rows)
 
     monkeypatch.setattr(HashedEncoder, "encode_passages", counted)
-    monkeypatch.setattr(index, "BLOCK", 4)
+    monkeypatch.setattr(build_module, "BLOCK", 4)
     return state
 
 
@@ -63,7 +66,7 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
     assert sum(name.endswith(".npy") for name in os.listdir(tmp_path / "i.embeddings")) == 2
     (tmp_path / "i.embeddings/shard-00000.npy").unlink()
     stop_after.update(encoded=0, limit=10**9)
-    monkeypatch.setattr(backend, "LOG_SECONDS", 1e-9)
+    monkeypatch.setattr(progress_module, "LOG_SECONDS", 1e-9)
     build(corpus, tmp_path / "i", progress=True, shard_rows=8)
     assert stop_after["encoded"] == 22  # of 30, without the 8 of a complete shard
     log = capsys.readouterr().err
@@ -137,7 +140,7 @@ def test_small_disk_is_refused_before_the_work(tmp_path, corpus, stop_after, mon
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
     refuses("need 491,520 bytes and the disk has 1,000 free", *arguments)
     assert stop_after["encoded"] == 0
-    monkeypatch.setattr(index, "require_disk", lambda *_: None)
+    monkeypatch.setattr(build_module, "require_disk", lambda *_: None)
     disk.free = 491_519
     refuses("the index needs 491,520 bytes and the disk has 491,519 free", *arguments)
     disk.free = 491_520
@@ -246,7 +249,7 @@ def test_shards_of_other_settings_are_refused(tmp_path, corpus, monkeypatch):
         ({}, "words was 2 and is 3"),
     ):
         if not changes:
-            monkeypatch.setattr("retriever.encoders.WORDS", 3)
+            monkeypatch.setattr("retriever.encoders.tokenizer.WORDS_VERSION", 3)
         refuses(message, embed, corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -281,7 +284,7 @@ def test_bm25_is_its_definition(built, corpus, mmap):
 def test_damaged_or_too_large_bm25_is_refused(built, tmp_path, corpus, monkeypatch):
     bm25 = built / "bm25"
     with monkeypatch.context() as patch:
-        patch.setattr("retriever.indexes.backend.available_memory", lambda: 10)
+        patch.setattr("retriever.indexes.resources.available_memory", lambda: 10)
         refuses("bm25: needs .* are available; serve it with --mmap", open_index, bm25, corpus)
         assert open_index(bm25, corpus, IndexOptions(mmap=True)).search(["person"], 1)[0]
         options = (tmp_path / "i", BuildOptions("bm25"))

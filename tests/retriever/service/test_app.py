@@ -16,12 +16,18 @@ from hypothesis import strategies as st
 from retriever_rig import NAMES, Counting, opened, served, town_rows, write_rows
 
 from retriever.backends import BuildOptions
-from retriever.corpus.passages import Pages, load_corpus
+from retriever.corpus.pages import Pages
+from retriever.corpus.passages import load_corpus
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
-from retriever.indexes.index import build_index
-from retriever.service.app import PIECE, BodyLimit, index_identity, make_app
+from retriever.indexes.build import build_index
+from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH, Limits, RetrieveRequest
+from retriever.service.engine import MAX_QUERY_LENGTH
+from retriever.service.identity import index_identity
+from retriever.service.limits import Limits
+from retriever.service.middleware import BodyLimit
+from retriever.service.replies import PIECE
+from retriever.service.schemas import RetrieveRequest
 
 ROWS = town_rows()
 TOKEN, QUERY = {"Authorization": "Bearer secret"}, {"queries": ["ada"]}

@@ -13,8 +13,12 @@ from retriever_rig import NAMES, Counting, refuses
 
 from retriever.errors import RequestFailed
 from retriever.service.app import make_app
+from retriever.service.batcher import SearchBatcher
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Engine, Limits, Metrics, RetrieveRequest, SearchBatcher
+from retriever.service.engine import Engine
+from retriever.service.limits import Limits
+from retriever.service.metrics import Metrics
+from retriever.service.schemas import RetrieveRequest
 
 ECHO = SimpleNamespace(manifest={}, search=lambda queries, k: [[({"id": name}, 1.0)] for name in queries])
 
@@ -204,7 +208,7 @@ def test_request_above_the_queue_is_refused_whole():
 
 def test_memory_is_trimmed_every_1000_queries(monkeypatch):
     library = Mock()
-    monkeypatch.setattr("retriever.service.engine.ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr("retriever.service.batcher.ctypes.CDLL", lambda name: library)
     search = Mock(side_effect=[[[]] * 300, [[]] * 600, ValueError("counts too"), [[]] * 999, [[]]])
 
     async def run():

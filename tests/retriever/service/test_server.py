@@ -21,10 +21,14 @@ from fastapi.testclient import TestClient
 from retriever_rig import Counting, refuses, served
 
 from retriever.options import parse
-from retriever.service import server as assembly
-from retriever.service.app import BodyLimit, index_identity, make_app
-from retriever.service.engine import Limits
-from retriever.service.server import Loading, listen, load, load_index, run
+from retriever.service import assembly, protocol
+from retriever.service.app import make_app
+from retriever.service.assembly import load, load_index
+from retriever.service.identity import index_identity
+from retriever.service.limits import Limits
+from retriever.service.loading import Loading
+from retriever.service.middleware import BodyLimit
+from retriever.service.server import listen, run
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::", "localhost"])
@@ -291,9 +295,9 @@ def test_invalid_length_is_refused(declared):
 
 def test_connections_leave_descriptors_for_files():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert assembly.allowed_connections(10) == 10
-    most = 10**9 if hard == resource.RLIM_INFINITY else hard - assembly.SPARE_FILES
-    assert assembly.allowed_connections(10**9) == most
+    assert protocol.allowed_connections(10) == 10
+    most = 10**9 if hard == resource.RLIM_INFINITY else hard - protocol.SPARE_FILES
+    assert protocol.allowed_connections(10**9) == most
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
 
 
@@ -302,8 +306,8 @@ def test_soft_limit_of_descriptors_is_a_number(monkeypatch):
     set_limits, infinite = Mock(), resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, infinite))
     monkeypatch.setattr(resource, "setrlimit", set_limits)
-    assert assembly.allowed_connections(4096) == 4096
-    expected = (4096 + assembly.SPARE_FILES, infinite)
+    assert protocol.allowed_connections(4096) == 4096
+    expected = (4096 + protocol.SPARE_FILES, infinite)
     set_limits.assert_called_once_with(resource.RLIMIT_NOFILE, expected)
 
 
@@ -332,7 +336,7 @@ def test_bodies_to_health_delay_no_search(index, method, status):
     ],
 )
 def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
-    largest = (assembly.MAX_HEAD - len(start + end)) // len(fill)
+    largest = (protocol.MAX_HEAD - len(start + end)) // len(fill)
     with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
         for before, count in product((b"", REQUEST), (largest, largest + 1)):
             connection = connected(stack, address, before)
@@ -349,11 +353,11 @@ def test_head_of_64_kib_is_the_largest(index, start, fill, end, in_parts):
 def test_trailers_and_a_waiting_head_are_bounded(index):
     chunked = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n"
     body = b"%x\r\n%s\r\n0\r\n" % (LENGTH, BODY)
-    second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * assembly.MAX_HEAD + b"\r\n\r\n"
+    second = b"GET /health HTTP/1.1\r\nhost: h\r\nx: " + b"x" * protocol.MAX_HEAD + b"\r\n\r\n"
     with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
         for sent, statuses in (
             (chunked + body + b"x: y\r\n\r\n", [b"200"]),
-            (chunked + body + b"x: " + b"y" * assembly.MAX_HEAD + b"\r\n\r\n", [b"400"]),
+            (chunked + body + b"x: " + b"y" * protocol.MAX_HEAD + b"\r\n\r\n", [b"400"]),
             (REQUEST + second, [b"200", b"400"]),
         ):
             connection, replies = connected(stack, address, sent), b""
