@@ -47,8 +47,9 @@ from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.fingerprints import cold_start_identity
-from calibadv_jax.run.folder import COLD_START, COLD_START_KEYS, changed_keys, differences, with_defaults
+from calibadv_jax.run.folder import COLD_START
 from calibadv_jax.run.model import base_of, build_model, initial_params
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
