@@ -324,7 +324,8 @@ class Step:
         """Write the trajectories with their credit to the run's folder, if log.rollouts keeps them."""
         state = self.state
         with self._live("keeping the trajectories", part="record"):
-            self.row.update(record.write(state.step, groups, advantages.credits, result.logprobs, state.seed))
+            metrics = record.write(state.step, groups, advantages.credits, result.logprobs, state.seed)
+        self.row.update(metrics)
 
     def check_guards(self) -> Verdict:
         """Return the guards' verdict on the metrics so far."""

@@ -105,7 +105,9 @@ class Critic:
         metrics = {"critic/lr": rate}
         metrics.update(learned)
         metrics["critic/finite"] = float(self.learner.is_finite(self.state["params"]))
-        metrics.update(_fit_metrics(np.concatenate(values).astype(np.float64), np.concatenate(returns)))
+        all_values = np.concatenate(values).astype(np.float64)  # [sampled tokens]
+        all_returns = np.concatenate(returns)  # float64 [sampled tokens]
+        metrics.update(_fit_metrics(all_values, all_returns))
         return metrics
 
 

@@ -175,8 +175,13 @@ def describe_policy(source: PolicySource) -> dict[str, Any]:
     if source.kind == "checkpoint":
         path = source.path / str(step)
     files = [path, *path.glob("*.safetensors")]
-    modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
-    return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
+    times = [file.stat().st_mtime_ns for file in files if file.exists()]
+    return {
+        "kind": source.kind,
+        "path": str(source.path),
+        "step": step,
+        "modified": max(times, default=0),
+    }
 
 
 def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -> dict[str, Any]:

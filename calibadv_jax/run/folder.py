@@ -243,7 +243,8 @@ def _check_resume(
 
 def _owning_key(name: str, keys: Iterable[str]) -> str:
     """Return the config key of a changed value: data.weights of data.weights.nq, for example."""
-    return max((key for key in keys if among([key], name)), key=len, default=name)
+    owners = [key for key in keys if among([key], name)]
+    return max(owners, key=len, default=name)
 
 
 def _changes(start: Start, config: Config, identity: Mapping[str, str]) -> list[Change]:

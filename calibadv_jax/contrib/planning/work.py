@@ -173,7 +173,8 @@ class Costs:
         self.activations = 2 * layers * layer_width(architecture, mesh.sizes) * self.item
         self.activations += 2 * FLOAT32_BYTES * architecture.vocab_size / mesh.tensor
         # Bytes that one device receives for one position, twice a layer, if `tensor` splits the layers.
-        self.reduced = 2 * layers * 2 * (1 - 1 / mesh.tensor) * architecture.hidden_size * self.item
+        others = 1 - 1 / mesh.tensor  # share of the results that other devices compute
+        self.reduced = 2 * layers * 2 * others * architecture.hidden_size * self.item
 
     def positions(self, trajectories: int) -> int:
         """Return the positions that the learner computes, those of unfilled rows too."""

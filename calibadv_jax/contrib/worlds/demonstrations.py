@@ -166,7 +166,10 @@ class _ColdStartWorld:
             pages = worlds.make_pages(texts, rng)
             self.pages = {page.title: (address, page) for address, page in pages.items()}
             texts = [worlds.summarise(address, page) for address, page in pages.items()]
-        self.passages = [Document(str(number), title, text) for number, (title, text) in enumerate(texts)]
+        self.passages = []
+        for number, (title, text) in enumerate(texts):
+            self.passages.append(Document(str(number), title, text))
+        # The search engine finds passages by their titles and by their words.
         self.by_title = {passage.title: passage for passage in self.passages}
         self.by_word: dict[str, list[Document]] = {}
         for passage in self.passages:

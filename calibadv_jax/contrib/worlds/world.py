@@ -139,7 +139,8 @@ def _draw_names(rng: np.random.Generator, kind: str, count: int, split: Split) -
     names = [name for name in _all_names(POOLS[kind]) if split_of(name) == split]
     if count > len(names):
         raise UserError(f"world: {count} names of kind {kind!r} were asked for, but there are {len(names)}")
-    return [names[index] for index in rng.choice(len(names), count, replace=False)]
+    indices = rng.choice(len(names), count, replace=False)
+    return [names[index] for index in indices]
 
 
 def _add_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> None:
@@ -217,7 +218,8 @@ def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> lis
     """Draw the kinds of `count` questions, keys of `ASKERS`, in the shares of the config."""
     kinds = list(ASKERS)
     shares = np.array([getattr(config, kind) for kind in kinds])
-    return [str(kind) for kind in rng.choice(kinds, count, p=shares / shares.sum())]
+    probabilities = shares / shares.sum()
+    return [str(kind) for kind in rng.choice(kinds, count, p=probabilities)]
 
 
 def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
