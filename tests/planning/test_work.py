@@ -63,7 +63,7 @@ def step(folder, rollouts=(), **changed):
     return step_of(config, ARCHITECTURE, expected_rollouts(config, *rollouts), TARGET)
 
 
-FEW_ROWS = {"learner__row_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
+FEW_ROWS = {"learner__pack_length": 256, "rollout__max_length": 256, "rollout__max_prompt_length": 128}
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -158,7 +158,7 @@ ROWS, OFFLOAD, SLOTS = "learner.microbatch_rows", "learner.optimizer.offload", "
     ("keys", "changes", "expected"),
     [  # of a run that may need what it needs with these changes
         ({"policy__remat": "none", "learner__microbatch_rows": 1}, {"policy.remat": "full"}, None),
-        ({"learner__row_length": 4096}, {"learner.pack_length": 2048}, None),
+        ({"learner__pack_length": 4096}, {"learner.pack_length": 2048}, None),
         ({}, {ROWS: 2}, None),
         ({}, {ROWS: 1, OFFLOAD: "host", SLOTS: 5}, {ROWS: 1, OFFLOAD: "host", SLOTS: 4}),
         ({}, {ROWS: 1, OFFLOAD: "host", "sampler.name": "vllm"}, None),
