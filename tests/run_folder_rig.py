@@ -36,7 +36,7 @@ CALCULATOR = "tools=[search, 'examples.own_tool:Calculator']"
 def another_calculator(monkeypatch, purpose):
     """As if a new process found another version of the user's code, or a server said so."""
     monkeypatch.setattr(Calculator, "purpose", purpose)
-    monkeypatch.setattr(actions, "_made", functools.cache(actions._made.__wrapped__))
+    monkeypatch.setattr(actions, "_build_actions", functools.cache(actions._build_actions.__wrapped__))
 
 
 def write_inputs(folder, scale=1.0, adapters=1.0, prompt="Judge."):

@@ -47,11 +47,17 @@ from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.snapshots.checkpoint import saved_steps
 from calibadv_jax.snapshots.mirror import bring_newest
 
-PASSAGE_QUERIES = 64  # queries per request in one-shot RAG
+PASSAGE_QUERIES = 64  # Queries of a request in one-shot RAG.
+
+Request = tuple[float, Question]  # temperature and question
 
 
 def run(config: Config) -> None:
-    """Evaluate the configured policy, print a table and write the report."""
+    """Evaluate the configured policy, print a table and write the report.
+
+    Raises:
+        UserError: As `evaluate_policy`, or there is no policy.
+    """
     alone(config.distributed, "evaluate")
     console = Console(config.log.progress)
     if not config.evaluate.policy:
@@ -59,82 +65,118 @@ def run(config: Config) -> None:
     source = choose_policy(config)
     console.say(f"policy: {source}")
     report = evaluate_policy(config, source, console)
+    transcripts = Path(config.evaluate.output).with_suffix(".jsonl")
     for line in unanswered(report.means):
-        console.warn(f"{line}; the transcripts are in {Path(config.evaluate.output).with_suffix('.jsonl')}")
+        console.warn(f"{line}; the transcripts are in {transcripts}")
     headers, cells = table_rows(report)
     console.say(table(cells, headers))
     console.note(f"written to {config.evaluate.output}")
 
 
 def choose_policy(config: Config) -> PolicySource:
-    """Return evaluate.policy, or run.dir's newest checkpoint, or policy.path; UserError if none is set."""
+    """Return evaluate.policy, else the newest checkpoint of run.dir, else policy.path.
+
+    Raises:
+        UserError: There is none of them, or it cannot be fetched.
+    """
     checkpoints = Path(config.run.dir) / "checkpoints"
     trained = str(checkpoints) if saved_steps(checkpoints) else ""
     chosen = config.evaluate.policy or trained or config.policy.path
     if not chosen:
         raise UserError(f"no policy: {checkpoints} has no checkpoint; set evaluate.policy or policy.path")
-    return find_policy(find_folder(config, chosen, with_weights=True)[0])
+    folder, _ = find_folder(config, chosen, with_weights=True)
+    return find_policy(folder)
 
 
 def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -> tuple[list[Question], str]:
-    """Return the questions of data.eval, at most data.eval_limit and `sample_size` (0: no limit).
+    """Return the questions of data.eval whose prompts fit.
 
-    The choice does not depend on run.seed. Returns the questions whose prompts fit, and a warning of the
-    others ("" if all fit). Raises UserError if a file cannot be read, or as `drop_overlong`.
+    Args:
+        config: The config; its evaluate.method decides the prompt.
+        tokenizer: The policy's tokenizer.
+        sample_size: The most questions to choose, in addition to data.eval_limit; 0: no limit. The choice
+            does not depend on run.seed.
+
+    Returns:
+        The questions, and a warning of the chosen ones that do not fit ("" if all fit).
+
+    Raises:
+        UserError: A file cannot be read, or as `drop_overlong`.
     """
     questions = load_questions(config.data.eval, config.data.columns)
     for limit in (config.data.eval_limit, sample_size):
-        questions = select_evenly(questions, limit, seed=0) if limit else questions
+        if limit:
+            questions = select_evenly(questions, limit, seed=0)
     config = method_config(config)
-    is_rag, longest = config.evaluate.method == "rag", config.rollout.max_prompt_length
-    prompted = [with_passages(question, ()) for question in questions] if is_rag else questions
+    longest = config.rollout.max_prompt_length
+    prompted = questions
+    if config.evaluate.method == "rag":
+        prompted = [with_passages(question, ()) for question in questions]
     lengths = prompt_lengths(prompted, tokenizer, config.prompt, longest, make_actions(config))
     return drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.eval")
 
 
 def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question], str]:
     """Return the questions of `validate`, as `evaluation_questions`."""
-    agent = replace(config, evaluate=replace(config.evaluate, method="agent"))
-    return evaluation_questions(agent, tokenizer, config.evaluate.sample_size)
+    return evaluation_questions(_with_agent(config), tokenizer, config.evaluate.sample_size)
+
+
+def _with_agent(config: Config) -> Config:
+    """Return the config with the method "agent", by which the policy is validated during training."""
+    return replace(config, evaluate=replace(config.evaluate, method="agent"))
 
 
 def evaluate_policy(config: Config, source: PolicySource, console: Console | None = None) -> ScoreReport:
-    """Evaluate a policy on disk with the configured sampler and retriever; write all files.
+    """Evaluate a policy on disk with the configured sampler and retriever, and write all files.
 
-    Raises UserError for bad input, files that another process writes, and too many failed trajectories; the
-    answers so far are kept.
+    Args:
+        config: The config of the evaluation.
+        source: The policy.
+        console: Gets notes on the progress; None: a new one.
+
+    Returns:
+        The scores with their intervals.
+
+    Raises:
+        UserError: Bad input, files that another process writes, or too many failed trajectories. The answers
+            so far are kept.
     """
     console = console or Console(config.log.progress)
-    refuse_other_run(Path(config.evaluate.output), "evaluate.output", Path(config.run.dir))
-    remaining = "the same command goes on with the questions that are left"
-    stop = Stop(saves="the answers so far are kept", then=remaining)
-    with stop, locked_output(Path(config.evaluate.output), "evaluate.output", console.warn):
+    output = Path(config.evaluate.output)
+    refuse_other_run(output, "evaluate.output", Path(config.run.dir))
+    stop = Stop(
+        saves="the answers so far are kept",
+        then="the same command goes on with the questions that are left",
+    )
+    with stop, locked_output(output, "evaluate.output", console.warn):
         return _evaluate(config, source, console)
 
 
 def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreReport:
-    output, evaluate = Path(config.evaluate.output), config.evaluate
+    """Answer the missing questions, and write the report of all."""
+    output = Path(config.evaluate.output)
+    evaluate = config.evaluate
     if evaluate.method == "rag" and not config.has_retriever:
-        fault = "evaluate.method is rag, which looks passages up, but no retriever is named"
-        raise UserError(f"{fault}; set retriever.url, or retriever.corpus to start a service here")
+        raise UserError(
+            "evaluate.method is rag, which looks passages up, but no retriever is named; set retriever.url,"
+            " or retriever.corpus to start a service here"
+        )
     source = source.at_step()
     model = build_model(method_config(config), str(source.model_folder), source.adapters)
     questions, overlong = evaluation_questions(config, model.tokenizer)
-    for line in filter(None, (*answer_warnings(questions, "data.eval"), overlong)):
-        console.warn(line)
+    for line in (*answer_warnings(questions, "data.eval"), overlong):
+        if line:
+            console.warn(line)
     policy = describe_policy(source)
     retriever = describe_retriever(method_config(config).retriever, console.warn)
     hashes = {"tools": tools_hash(config), "judge": judge_hash(config)}
     evaluation = identity(config, policy, retriever, questions, hashes)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
-    requests: dict[RowKey, tuple[float, Question]] = {
-        (f"{temperature:g}", question.data_source, question.id): (temperature, question)
-        for temperature in evaluate.temperatures
-        for question in questions
-    }
+    requests = _requests(evaluate.temperatures, questions)
     missing = [request for key, request in requests.items() if key not in file.rows]
-    if len(missing) < len(requests):
-        console.note(f"{len(requests) - len(missing)} of {len(requests)} answers are there; going on")
+    num_answered = len(requests) - len(missing)
+    if num_answered:
+        console.note(f"{num_answered} of {len(requests)} answers are there; going on")
     if missing:
         _answer_missing(config, source, model, questions, missing, file, retriever, console)
     rows = file.finish(list(requests))
@@ -158,17 +200,30 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     return report
 
 
+def _requests(temperatures: Sequence[float], questions: Sequence[Question]) -> dict[RowKey, Request]:
+    """Return a request for each question at each temperature, by the key of its row."""
+    requests: dict[RowKey, Request] = {}
+    for temperature in temperatures:
+        for question in questions:
+            key = (f"{temperature:g}", question.data_source, question.id)
+            requests[key] = (temperature, question)
+    return requests
+
+
 def _answer_missing(
     config: Config,
     source: PolicySource,
     model: Model,
     questions: Sequence[Question],
-    missing: Sequence[tuple[float, Question]],
+    missing: Sequence[Request],
     file: RowFile,
     service: dict[str, Any],
     console: Console,
 ) -> None:
-    """Write the rows of `missing` to the file as they are answered, with the `service` that searched."""
+    """Write a row of each missing request to the file when it is answered.
+
+    `service` describes the retriever, for the rows.
+    """
     evaluate = config.evaluate
     config = method_config(config)
     with tempfile.TemporaryDirectory() as snapshots, ExitStack() as stack:
@@ -176,34 +231,52 @@ def _answer_missing(
             context = open_rollouts(config, model, source.model_folder, Path(snapshots))
             rollouts = stack.enter_context(context)
             rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
-        done, progress = 0, rollouts.progress(of_collect=True)
-        live = console.live("evaluate", "questions", lambda: (done, len(missing), progress()[2]))
-        stack.enter_context(live)
-        file.start()  # only now, when the policy has been loaded
-        retriever = rollouts.context.retriever
-        retriever = method_retriever(evaluate.method, retriever, questions, config.run.seed)
+        num_done = 0
+        rollouts_progress = rollouts.progress(of_collect=True)
+
+        def progress() -> tuple[int, int, str]:
+            _, _, detail = rollouts_progress()
+            return num_done, len(missing), detail
+
+        stack.enter_context(console.live("evaluate", "questions", progress))
+        file.start()  # the policy has been loaded: a start that fails before this leaves the file unchanged
+        retriever = method_retriever(evaluate.method, rollouts.context.retriever, questions, config.run.seed)
         rollouts.context = replace(rollouts.context, retriever=retriever)
 
         def add(row: ScoredRow) -> None:
-            nonlocal done
+            nonlocal num_done
             file.add(row | {"retriever": service})
-            done += 1
+            num_done += 1
 
-        for temperature, group in itertools.groupby(missing, key=lambda request: request[0]):
-            samples = evaluate.samples if temperature > 0 else 1
-            unanswered_questions = [question for _, question in group]
-            answer(config, rollouts, unanswered_questions, temperature, samples, add, file.evaluation)
+        for temperature, requests in itertools.groupby(missing, key=lambda request: request[0]):
+            num_samples = evaluate.samples if temperature > 0 else 1
+            unanswered_questions = [question for _, question in requests]
+            answer(config, rollouts, unanswered_questions, temperature, num_samples, add, file.evaluation)
 
 
 def validate(config: Config, rollouts: Rollouts) -> Means:
-    """Evaluate during training: the agent answers a fixed sample of the questions once; writes nothing."""
-    config = replace(config, evaluate=replace(config.evaluate, method="agent"))
+    """Evaluate during training: the agent answers a fixed sample of the questions once.
+
+    Nothing is written.
+
+    Args:
+        config: The run's config.
+        rollouts: The run's agent loop, with the newest policy.
+
+    Returns:
+        The mean scores by temperature and data source.
+
+    Raises:
+        UserError: Too many trajectories have failed.
+    """
+    config = _with_agent(config)
     questions, _ = validation_questions(config, rollouts.context.tokenizer)
     rows: list[ScoredRow] = []
     for temperature in dict.fromkeys(config.evaluate.temperatures):
         answered: list[ScoredRow] = []
         answer(config, rollouts, questions, temperature, 1, answered.append)
-        rows += sorted(answered, key=lambda row: (row["data_source"], row["id"]))
+        answered.sort(key=lambda row: (row["data_source"], row["id"]))
+        rows.extend(answered)
     return summarise(rows).means
 
 
@@ -218,43 +291,73 @@ def answer(
 ) -> None:
     """Answer questions with the sampler's current policy.
 
-    `config` is that of `method_config`. `add` gets the row of each question, with the identity `evaluation`,
-    on the thread of the rollouts.
+    Args:
+        config: A config that `method_config` has returned.
+        rollouts: The agent loop.
+        questions: The questions.
+        temperature: Of the sampler; 0: the most probable tokens.
+        samples: Trajectories for each question.
+        add: Gets the row of each question, on the thread of the rollouts.
+        evaluation: The identity of the evaluation, for the rows.
+
+    Raises:
+        UserError: Too many trajectories have failed.
     """
-    method, context = config.evaluate.method, rollouts.context
-
-    def fits(question: Question) -> bool:
-        longest = context.rollout.max_prompt_length
-        return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
-
+    method = config.evaluate.method
     prompted = list(questions)
     if method == "rag":
-        pairs = zip(questions, _passages(rollouts, questions), strict=True)
-        prompted = [with_passages(*pair, fits=fits) for pair in pairs]
-    original = {id(each): question for each, question in zip(prompted, questions, strict=True)}
+        prompted = _with_retrieved_passages(rollouts, questions)
+    originals = {id(prompt): question for prompt, question in zip(prompted, questions, strict=True)}
 
     def complete(group: Group) -> None:
         scored = [score_trajectory(trajectory, config.reward) for trajectory in group.trajectories]
         if METHODS[method].template is not None:
-            scored = [replace(each, metrics=each.metrics | text_scores(each)) for each in scored]
-        question = original[id(group.question)]
+            scored = [
+                replace(trajectory, metrics=trajectory.metrics | text_scores(trajectory))
+                for trajectory in scored
+            ]
+        question = originals[id(group.question)]
         add(make_row(evaluation, temperature, question, replace(group, trajectories=scored), method))
-        for trajectory in group.attempts:  # `collect` holds the groups until all are there
+        # `collect` holds all groups until the last is complete; the turns would fill the memory.
+        for trajectory in group.attempts:
             trajectory.turns.clear()
 
     name = f"eval{temperature}"
     rollouts.collect(prompted, name, config.run.seed, complete, temperature=temperature, group_size=samples)
 
 
+def _with_retrieved_passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[Question]:
+    """Return questions whose prompts hold the passages that were found for them, as many as fit."""
+    context = rollouts.context
+
+    def fits(question: Question) -> bool:
+        longest = context.rollout.max_prompt_length
+        return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
+
+    passages = _passages(rollouts, questions)
+    return [
+        with_passages(question, documents, fits=fits)
+        for question, documents in zip(questions, passages, strict=True)
+    ]
+
+
 def _passages(rollouts: Rollouts, questions: Sequence[Question]) -> list[list[Document]]:
     """Return the documents of each question; none for a query that the retriever refuses."""
-
-    def search(texts: list[str]) -> list[list[Document]]:
-        try:
-            return rollouts.run(rollouts.context.retriever.search(texts))
-        except QueryRefused:
-            return [[]] if len(texts) == 1 else [documents for text in texts for documents in search([text])]
-
     texts = [question.text for question in questions]
-    batches = (texts[start : start + PASSAGE_QUERIES] for start in range(0, len(texts), PASSAGE_QUERIES))
-    return [documents for batch in batches for documents in search(batch)]
+    passages: list[list[Document]] = []
+    for start in range(0, len(texts), PASSAGE_QUERIES):
+        passages.extend(_search(rollouts, texts[start : start + PASSAGE_QUERIES]))
+    return passages
+
+
+def _search(rollouts: Rollouts, texts: list[str]) -> list[list[Document]]:
+    """Search in one request, or text by text if the retriever refuses one of them."""
+    try:
+        return rollouts.run(rollouts.context.retriever.search(texts))
+    except QueryRefused:
+        if len(texts) == 1:
+            return [[]]
+        documents: list[list[Document]] = []
+        for text in texts:
+            documents.extend(_search(rollouts, [text]))
+        return documents

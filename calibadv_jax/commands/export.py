@@ -1,4 +1,4 @@
-"""Checkpoint to HuggingFace folder: ``calibadv export --config FILE [key.path=value …]``."""
+"""Export of a checkpoint as a HuggingFace folder: ``calibadv export --config FILE [key.path=value …]``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.rollout.prompts import TEMPLATES
+from calibadv_jax.run.comparison import differences, is_binding, with_defaults
 from calibadv_jax.run.fingerprints import describe_policy
-from calibadv_jax.run.folder import differences, is_binding, with_defaults
 from calibadv_jax.run.model import PolicySource, find_policy
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
@@ -36,8 +36,9 @@ from calibadv_jax.snapshots.mirror import bring_newest
 from calibadv_jax.snapshots.peft import save_adapters
 
 GENERATION = "generation_config.json"
-PLACES = marked(Mark.PLACE)  # the card names their last part, or nothing
+PLACES = marked(Mark.PLACE)  # Keys whose values are paths: the card names the last part at most.
 TAGS = ["calibadv", "search-agent", "reinforcement-learning"]
+SAMPLING_KEYS = ("temperature", "top_p", "top_k")
 CARD_TEXT = """\
 ---
 {front}
@@ -72,7 +73,15 @@ LoRA adapters, trained on the base `{base}` in {dtype}. Load the base with `torc
 
 
 def run(config: Config, adapter: bool = False) -> None:
-    """Export and print the folder; `adapter` as in `export`."""
+    """Export a policy, and print the folder.
+
+    Args:
+        config: The config of the command.
+        adapter: As in `export`.
+
+    Raises:
+        UserError: As `export`.
+    """
     alone(config.distributed, "export")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
     console = Console(config.log.progress)
@@ -82,32 +91,41 @@ def run(config: Config, adapter: bool = False) -> None:
 
 
 def export(config: Config, adapter: bool = False) -> Path:
-    """Write export.source (default: the newest checkpoint of run.dir) to export.output, on one device.
+    """Write export.source to a folder for transformers' or PEFT's from_pretrained, on one device.
 
-    `export.source` is a snapshot, a checkpoint or a folder of checkpoints, of this run or another run. With
-    `adapter`, only the adapters are written, to export.adapter_output; else they are merged into the weights.
+    Args:
+        config: The config. export.source is a snapshot, a checkpoint or a folder of checkpoints, of this run
+            or another run; empty: the newest checkpoint of run.dir.
+        adapter: Write only the adapters, to export.adapter_output. Otherwise they are merged into the
+            weights, which are written to export.output.
 
-    Returns the folder, for transformers' from_pretrained, or PEFT's. Raises UserError if the source is
-    missing, incomplete, damaged, or not inside a run's folder; or the output lies in another run's folder, or
-    another process writes it.
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: The source is missing, incomplete, damaged, or not inside a run's folder; or the output
+            lies in another run's folder, or another process writes it.
     """
     key = "adapter_output" if adapter else "output"
     output = Path(getattr(config.export, key))
     refuse_other_run(output, f"export.{key}", Path(config.run.dir))
-    source = find_policy(Path(config.export.source or Path(config.run.dir) / "checkpoints")).at_step()
-    if source.kind == "huggingface" or (source.kind == "checkpoint" and source.step is None):
-        raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
-    base, folder = source.base, source.model_folder
+    source = _exported_policy(config)
+    base = source.base
     if adapter and base is None:
-        fault = "no checkpoint with adapters (policy.lora.rank is 0 in its run, or it is a snapshot)"
-        raise UserError(f"{source.path}: {fault}; leave --adapter out, which writes the whole policy")
-    hf_config, dtype = read_hf_config(folder), jnp.dtype(config.export.dtype)
-    # Adapters in float32, so that their sum with the base is rounded once.
+        raise UserError(
+            f"{source.path}: no checkpoint with adapters (policy.lora.rank is 0 in its run, or it is a"
+            " snapshot); leave --adapter out, which writes the whole policy"
+        )
+    folder = source.model_folder
+    hf_config = read_hf_config(folder)
+    dtype = jnp.dtype(config.export.dtype)
+    # Adapters are kept in float32, so that their sum with the base is rounded once.
     numerics = Numerics(compute_dtype=dtype, param_dtype=jnp.float32 if base else dtype)
     policy = Policy(architecture_from_hf(hf_config, f"{folder}/config.json"), numerics, source.adapters)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     if adapter:
-        params, _ = restore_params(source.path, placed_params(policy.abstract_trained, mesh), source.step)
+        targets = placed_params(policy.abstract_trained, mesh)
+        params, _ = restore_params(source.path, targets, source.step)
     else:
         params = policy.merged(source.params(policy, mesh), dtype)
     trained = training_config(config, source)
@@ -120,82 +138,148 @@ def export(config: Config, adapter: bool = False) -> Path:
         return save_folder(params, hf_config, output, config.export.dtype, folder, shard_bytes, texts)
 
 
+def _exported_policy(config: Config) -> PolicySource:
+    """Return the checkpoint or snapshot to export; UserError if there is none."""
+    path = Path(config.export.source or Path(config.run.dir) / "checkpoints")
+    source = find_policy(path).at_step()
+    has_checkpoint = source.kind != "checkpoint" or source.step is not None
+    if source.kind == "huggingface" or not has_checkpoint:
+        raise UserError(f"{source.path}: no complete checkpoint there; train first, or set export.source")
+    return source
+
+
 def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
-    """Return the config of the newest start of the source's run; the given config if it kept none."""
+    """Return the config of the newest start of the source's run.
+
+    Args:
+        config: Returned if the run kept none.
+        source: A checkpoint or a snapshot.
+
+    Returns:
+        The config as nested values.
+    """
     start = newest_start(source.model_folder.parent)
-    return kept_values(config) if start is None else with_defaults(start.config)
+    if start is None:
+        return kept_values(config)
+    return with_defaults(start.config)
 
 
 def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any], folder: Path) -> str:
-    """Return generation_config.json: readers sample as in training by default.
+    """Return generation_config.json, with which readers sample as in training by default.
 
-    Of the file in `folder`, that of the policy the training began with, only padding and beginning tokens
-    are kept: its temperature and penalties are not those of the training.
+    The `folder` may have the file of the policy that the training began with. Only its padding and beginning
+    tokens are kept: its temperature and penalties are not those of the training.
     """
-    before = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    fields = {"eos_token_id": hf_config.get("eos_token_id", before.get("eos_token_id"))}
-    for name in ("bos_token_id", "pad_token_id"):
-        fields[name] = before.get(name, hf_config.get(name))
-    fields = {name: value for name, value in fields.items() if value is not None}
-    sampling: dict[str, Any] = {"do_sample": False}
+    initial = {}
+    if (folder / GENERATION).is_file():
+        initial = read_json(folder / GENERATION)
+    tokens = {
+        "eos_token_id": hf_config.get("eos_token_id", initial.get("eos_token_id")),
+        "bos_token_id": initial.get("bos_token_id", hf_config.get("bos_token_id")),
+        "pad_token_id": initial.get("pad_token_id", hf_config.get("pad_token_id")),
+    }
+    fields: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
     if rollout["temperature"]:
-        names = ("temperature", "top_p", "top_k")
-        sampling = {"do_sample": True, "repetition_penalty": 1.0} | {name: rollout[name] for name in names}
-    return json.dumps(fields | sampling, indent=2) + "\n"
+        fields["do_sample"] = True
+        fields["repetition_penalty"] = 1.0
+        for key in SAMPLING_KEYS:
+            fields[key] = rollout[key]
+    else:
+        fields["do_sample"] = False
+    return json.dumps(fields, indent=2) + "\n"
 
 
 def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any], adapter: bool) -> str:
     """Return README.md of an export, with the front matter of HuggingFace's hub.
 
-    `trained` is the training's config as nested values; with `adapter` the card says how the base is loaded.
+    Args:
+        config: The config of the export.
+        source: The exported policy.
+        trained: The training's config as nested values.
+        adapter: Whether only the adapters are written; the card then says how the base is loaded.
     """
-    start, policy = trained["policy"]["path"], describe_policy(source)
-    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
-    front |= {"pipeline_tag": "text-generation", "tags": TAGS}
-    if hub.is_repository(start):
-        front["base_model"] = start.partition("@")[0]
-    facts = {
-        "algorithm": trained["advantage"]["name"],
-        "began with": Path(start).name or "random parameters",
-        "step": policy["step"],
-        "training questions": _file_names(trained["data"]["train"]),
-    }
-    used = dataclasses.replace(config, policy=dataclasses.replace(config.policy, path=start, revision=""))
-    settings = {
-        name: now
-        for name, _, now in differences(dataclasses.asdict(Config()), trained)
-        if is_binding(name, used) and not among(PLACES, name)
-    }
-    base, dtype = front.get("base_model", Path(start).name), trained["policy"]["lora"]["base_dtype"]
+    policy = describe_policy(source)
+    front = _front_matter(trained, adapter)
+    loading = ""
+    if adapter:
+        base = front.get("base_model", Path(trained["policy"]["path"]).name)
+        loading = LOADING_TEXT.format(base=base, dtype=trained["policy"]["lora"]["base_dtype"])
     template = trained["prompt"]["template"]
     prompt = TEMPLATES.get(template, template)
+    settings = _changed_settings(config, trained)
+    settings_text = ""
+    if settings:
+        settings_text = f"\nSettings that differ from the defaults:\n\n{_table(settings)}\n"
     return CARD_TEXT.format(
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
-        title=source.model_folder.parent.name,  # the run's
-        loading=LOADING_TEXT.format(base=base, dtype=dtype) if adapter else "",
+        title=source.model_folder.parent.name,  # name of the run's folder
+        loading=loading,
         prompt="\n".join(f"    {line}" for line in prompt.splitlines()),
-        facts=_table({name: value for name, value in facts.items() if value not in (None, "")}),
-        settings=f"\nSettings that differ from the defaults:\n\n{_table(settings)}\n" if settings else "",
+        facts=_table(_training_facts(trained, policy["step"])),
+        settings=settings_text,
         scores=_scores(config, policy).rstrip(),
     )
+
+
+def _front_matter(trained: Mapping[str, Any], adapter: bool) -> dict[str, Any]:
+    """Return the metadata that HuggingFace's hub reads."""
+    initial = trained["policy"]["path"]
+    front: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": TAGS,
+    }
+    if hub.is_repository(initial):
+        repository, _, _ = initial.partition("@")
+        front["base_model"] = repository
+    return front
+
+
+def _training_facts(trained: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    """Return what the card says of the training, without empty values."""
+    facts = {
+        "algorithm": trained["advantage"]["name"],
+        "began with": Path(trained["policy"]["path"]).name or "random parameters",
+        "step": step,
+        "training questions": _file_names(trained["data"]["train"]),
+    }
+    return {name: value for name, value in facts.items() if value not in (None, "")}
+
+
+def _changed_settings(config: Config, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the training that decide what is learned and differ from the defaults."""
+    policy = dataclasses.replace(config.policy, path=trained["policy"]["path"], revision="")
+    used = dataclasses.replace(config, policy=policy)
+    settings = {}
+    for name, _, value in differences(dataclasses.asdict(Config()), trained):
+        if is_binding(name, used) and not among(PLACES, name):
+            settings[name] = value
+    return settings
 
 
 def _scores(config: Config, policy: Mapping[str, Any]) -> str:
     """Return the table of evaluate.output, if it is an evaluation of this policy."""
     path = Path(config.evaluate.output)
-    evaluated = read_json(path) if path.is_file() else {}
-    if evaluated.get("policy") != policy:
+    evaluation = read_json(path) if path.is_file() else {}
+    if evaluation.get("policy") != policy:
         return "Not evaluated. `calibadv evaluate` before `calibadv export` puts the scores here."
-    method = f"Method: {evaluated['method']}; {evaluated['samples']} trajectories a question"
-    report = ScoreReport(evaluated["scores"], evaluated["intervals"])
-    return f"{method} above temperature 0.\n\n{markdown_table(report, evaluated['confidence'])}"
+    method = f"Method: {evaluation['method']}; {evaluation['samples']} trajectories a question"
+    report = ScoreReport(evaluation["scores"], evaluation["intervals"])
+    return f"{method} above temperature 0.\n\n{markdown_table(report, evaluation['confidence'])}"
 
 
 def _file_names(value: Any) -> str:
-    return Path(value).name if isinstance(value, str) else ", ".join(map(_file_names, value))
+    """Return the names of a file or of nested lists of files, separated by commas."""
+    if isinstance(value, str):
+        return Path(value).name
+    return ", ".join(_file_names(entry) for entry in value)
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    cells = {name: " ".join(text.split()).replace("|", "\\|") for name, text in texts.items()}
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {cell} |" for name, cell in cells.items())])
+    """Return a Markdown table of two columns without a header."""
+    lines = ["| | |", "|---|---|"]
+    for name, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        cell = " ".join(text.split()).replace("|", "\\|")
+        lines.append(f"| {name} | {cell} |")
+    return "\n".join(lines)

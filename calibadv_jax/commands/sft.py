@@ -10,10 +10,8 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import behind_opening, neutralise_observation, parse_turn
+from calibadv_jax.core.tags import Grammar, behind_opening, neutralise_observation, parse_turn
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.data.demonstrations import Demonstration, load_demonstrations, split_off
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off
 from calibadv_jax.distributed.joining import alone
 from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
@@ -47,15 +45,22 @@ from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.fingerprints import cold_start_identity
-from calibadv_jax.run.folder import COLD_START, COLD_START_KEYS, changed_keys, differences, with_defaults
-from calibadv_jax.run.model import base_of, build_model, initial_params
+from calibadv_jax.run.folder import COLD_START
+from calibadv_jax.run.model import Model, base_of, build_model, initial_params
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
-DEFAULT_STEPS = 100  # of a phase that gives no length
-CHECKPOINTS, START = "sft_checkpoints", "sft_start.json"  # in the run's folder, until the policy is written
-GONE = "sft_checkpoints.removed"  # the checkpoints while they are deleted
+Schedule = Callable[[int], Any]  # learning rate of an update, given the number of updates before it
+
+DEFAULT_STEPS = 100  # Updates of a phase that gives no length.
+CHECKPOINTS = "sft_checkpoints"  # Folder in the run's folder, until the policy is written.
+START = "sft_start.json"  # File beside it: the config and the hashes of the cold start in progress.
+GONE = "sft_checkpoints.removed"  # The folder's name while it is deleted.
+MAX_UNSAVED_SECONDS = 600.0  # Work that a kill may cost if updates are slow.
+LOGGED_EVERY = 10  # Updates between lines on the console.
+# Keys whose change makes another cold start. The contents of files are compared by their hash.
 COMPARED = (
     *COLD_START_KEYS,
     "policy.compute_dtype",
@@ -63,7 +68,8 @@ COMPARED = (
     "rollout.max_prompt_length",
     "rollout.max_observation_length",
 )
-FREE = (  # of those; contents of files are compared by their hash
+# Keys among them that may change all the same.
+FREE = (
     "sft.output",
     "sft.init_from",
     "sft.demonstrations",
@@ -72,16 +78,20 @@ FREE = (  # of those; contents of files are compared by their hash
     "sft.optimizer.offload",
     "world.dir",
 )
-MOST_SECONDS = 600.0  # of work that a kill may cost if updates are slow
 
 
 def run(config: Config) -> None:
-    """Train every phase in order, or continue, then write the policy to `sft.output`."""
+    """Train every phase in order, or continue, then write the policy to `sft.output`.
+
+    Raises:
+        UserError: Bad input, files that another process writes, or the training diverged.
+    """
     alone(config.distributed, "sft")
-    sft, folder = config.sft, Path(config.run.dir)
-    if not sft.phases:
+    if not config.sft.phases:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
-    console, output = Console(config.log.progress), Path(sft.output)
+    console = Console(config.log.progress)
+    folder = Path(config.run.dir)
+    output = Path(config.sft.output)
     refuse_other_run(output, "sft.output", folder)
     with locked_run(folder, console.warn), locked_output(output, "sft.output", console.warn):
         _run(config, console)
@@ -89,7 +99,8 @@ def run(config: Config) -> None:
 
 
 def _run(config: Config, console: Console) -> None:
-    folder, sft = Path(config.run.dir), dataclasses.replace(config.sft, pack_length=config.sft_row_length)
+    folder = Path(config.run.dir)
+    sft = dataclasses.replace(config.sft, pack_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
@@ -97,17 +108,14 @@ def _run(config: Config, console: Console) -> None:
         count_updates(config, phase, training, model.tokenizer, config.run.seed + number)
         for number, phase in enumerate(sft.phases)
     ]
-    schedule = make_schedule(sft.optimizer, sum(updates))
-    options = LearnerOptions(
-        sft.rows,
-        logprob_chunk=config.policy.logprob_chunk,
-        rows_key="sft.rows",
-        entropy_gradient=False,
-        offload=sft.optimizer.offload == "host",
-    )
-    learner = Learner(model.policy, make_optimizer(sft.optimizer, schedule), model.mesh, options)
+    total = sum(updates)
+    schedule = make_schedule(sft.optimizer, total)
+    learner = _make_learner(config, model, schedule)
     identity = cold_start_identity(config, model, training, base_of(config, model, sft.init_from))
-    initial = partial(initial_params, config, model, sft.init_from)
+
+    def initial() -> Params:
+        return initial_params(config, model, sft.init_from)
+
     stop = Stop(
         "the update in progress is finished and saved",
         "the last update is saved",
@@ -115,82 +123,132 @@ def _run(config: Config, console: Console) -> None:
     )
     with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
         batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
-        _train(config, cold_start, batches, schedule, sum(updates), held_out, stop)
+        _train(config, cold_start, batches, schedule, total, held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
-        dtype, tokenizer = config.policy.param_dtype, model.tokenizer_folder
-        trained = model.policy.merged(learner.whole(cold_start.state["params"]), dtype)
-        save_folder(trained, model.hf_config, Path(sft.output), dtype, tokenizer)
+        dtype = config.policy.param_dtype
+        params = model.policy.merged(learner.whole(cold_start.state["params"]), dtype)
+        save_folder(params, model.hf_config, Path(sft.output), dtype, model.tokenizer_folder)
         cold_start.finish()
+
+
+def _make_learner(config: Config, model: Model, schedule: Schedule) -> Learner:
+    optimizer = config.sft.optimizer
+    options = LearnerOptions(
+        config.sft.rows,
+        logprob_chunk=config.policy.logprob_chunk,
+        rows_key="sft.rows",
+        entropy_gradient=False,
+        offload=optimizer.offload == "host",
+    )
+    return Learner(model.policy, make_optimizer(optimizer, schedule), model.mesh, options)
 
 
 def _train(
     config: Config,
     cold_start: ColdStart,
     batches: Iterator[Batch],
-    schedule: Callable[[int], Any],
+    schedule: Schedule,
     total: int,
     held_out: Batch | None,
     stop: Stop,
 ) -> None:
     """Train on the batches, up to update `total`.
 
-    Raises UserError if it diverged: the parameters are not finite, or no update is, for guards.patience_steps
-    updates in a row or from the first to the last.
+    Raises UserError if the training diverged: the parameters are not finite, or no update is finite, for
+    guards.patience_steps updates in a row or from the first to the last.
     """
-    folder, every = Path(config.run.dir) / "sft_metrics", config.sft.held_out_every
-    learner, console = cold_start.learner, cold_start.console
-    patience, first = min(config.guards.patience_steps, total), cold_start.step + 1
+    folder = Path(config.run.dir) / "sft_metrics"
+    console = cold_start.console
+    first = cold_start.step + 1
+    patience = min(config.guards.patience_steps, total)
     guards = Guards(dataclasses.replace(config.guards, patience_steps=patience), "sft.optimizer.lr")
     backends = open_backends(config.log, folder, first, console.warn)
     with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
         for step, batch in enumerate(batches, first):
+            is_last = step == total
             console.begin_step(step, total)
-            rate, tokens = float(schedule(step - 1)), int((batch.segment_ids > 0).sum())
+            rate = float(schedule(step - 1))
             with stop.held():
-                state, metrics = learner.update(cold_start.state, [batch], negative_log_likelihood)
-                loss = {"sft/loss": metrics.pop("actor/loss"), "sft/lr": rate, "sft/tokens": float(tokens)}
-                metrics = loss | console.end_step({"tokens": (tokens, "step")}) | metrics
-                if held_out is not None and (step % every == 0 or step == total):
-                    logprobs = learner.logprobs(state["params"], held_out)
-                    logprobs = np.where(held_out.weights > 0, logprobs, 0.0)
-                    metrics["sft/held_out_loss"] = float(-np.sum(held_out.weights * logprobs))
-                metrics["actor/finite"] = float(learner.is_finite(state["params"]))
+                state, metrics = _update(cold_start, batch, rate)
+                if held_out is not None and (is_last or step % config.sft.held_out_every == 0):
+                    loss = _held_out_loss(cold_start.learner, state, held_out)
+                    metrics["sft/held_out_loss"] = loss
+                metrics["actor/finite"] = float(cold_start.learner.is_finite(state["params"]))
                 verdict = guards.check(step, metrics)
                 writer.write(step, metrics | verdict.metrics)
                 if guards.is_broken:  # neither the policy nor a state to go on from is written
                     raise UserError(verdict.findings[0])
                 cold_start.updated(state)
-            if step % 10 == 0 or step == total:
+            if is_last or step % LOGGED_EVERY == 0:
                 console.step(step, total, metrics)
+
+
+def _update(cold_start: ColdStart, batch: Batch, rate: float) -> tuple[State, dict[str, float]]:
+    """Train on a batch; return the new state and the metrics. The old state is donated."""
+    num_tokens = int((batch.segment_ids > 0).sum())
+    state, learned = cold_start.learner.update(cold_start.state, [batch], negative_log_likelihood)
+    metrics = {
+        "sft/loss": learned.pop("actor/loss"),
+        "sft/lr": rate,
+        "sft/tokens": float(num_tokens),
+    }
+    metrics.update(cold_start.console.end_step({"tokens": (num_tokens, "step")}))
+    metrics.update(learned)
+    return state, metrics
+
+
+def _held_out_loss(learner: Learner, state: State, batch: Batch) -> float:
+    """Return the weighted mean of the negative log-probabilities, in nats."""
+    logprobs = learner.logprobs(state["params"], batch)  # float32 [R, L]
+    logprobs = np.where(batch.weights > 0, logprobs, 0.0)
+    return float(-np.sum(batch.weights * logprobs))
 
 
 def count_updates(
     config: Config, phase: SftPhase, demonstrations: Sequence[Demonstration], tokenizer: Any, seed: int
 ) -> int:
-    """Return the optimizer updates of a phase; UserError if it gives epochs to a generator without end."""
+    """Return the number of optimizer updates of a phase.
+
+    Args:
+        config: The config of the cold start.
+        phase: The phase.
+        demonstrations: The training demonstrations; empty with a generator.
+        tokenizer: The policy's tokenizer.
+        seed: Seed of the demonstrations' order.
+
+    Raises:
+        UserError: The phase gives epochs, but its generator has no end.
+    """
     if not phase.epochs:
         return phase.steps or DEFAULT_STEPS
     if config.sft.demonstrations == "world":
-        fault = f"epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all the time"
-        raise UserError(f"sft.phases: {fault}: give steps")
-    samples = [encode_demonstration(each, config, tokenizer, phase.loss_on) for each in demonstrations]
+        raise UserError(
+            f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
+            " the time: give steps"
+        )
+    samples = [
+        encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
+        for demonstration in demonstrations
+    ]
     drawn = (samples[index] for index in _order(len(demonstrations), phase.epochs, seed))
-    return sum(1 for _ in _row_fulls(drawn, config.sft.rows, config.sft_row_length))
+    return sum(1 for _ in _fill_rows(drawn, config.sft.rows, config.sft_row_length))
 
 
 def _all_batches(
     config: Config, updates: Sequence[int], demonstrations: Sequence[Demonstration], tokenizer: Any, done: int
 ) -> Iterator[Batch]:
+    """Yield the batches of all phases, without those of the first `done` updates."""
     for number, (phase, count) in enumerate(zip(config.sft.phases, updates, strict=True)):
         skipped = min(done, count)
         done -= skipped
         if skipped < count:
-            batches = _batches(config, phase, demonstrations, tokenizer, config.run.seed + number, skipped)
-            yield from _made_ahead(batches, count - skipped)
+            seed = config.run.seed + number
+            batches = _batches(config, phase, demonstrations, tokenizer, seed, skipped)
+            yield from _prefetch(batches, count - skipped)
 
 
-def _made_ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+def _prefetch(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """Yield the next `count` batches; another thread makes each while the batch before is trained."""
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(next, batches)
@@ -206,33 +264,75 @@ def _own_demonstrations(
 ) -> tuple[list[Demonstration], Batch | None]:
     """Return the file's training demonstrations, and the packed held-out ones; none with a generator.
 
-    `warn` gets a line on those that do not fit. Raises UserError as `drop_overlong`.
+    `warn` gets a line on the demonstrations that do not fit. Raises UserError as `drop_overlong`.
     """
     sft = config.sft
     if sft.demonstrations == "world":
         if sft.held_out:
-            fault = "sft.demonstrations=world writes new demonstrations all the time"
-            advice = "sft/loss is a held-out loss already; set it to 0"
-            raise UserError(f"sft.held_out is {sft.held_out:g}, but {fault}: {advice}")
+            raise UserError(
+                f"sft.held_out is {sft.held_out:g}, but sft.demonstrations=world writes new demonstrations"
+                " all the time: sft/loss is a held-out loss already; set it to 0"
+            )
         return [], None
-    name, rule, actions = "sft.demonstrations", config.data.overlong_prompts, make_actions(config)
-    longest, pack_length = config.rollout.max_prompt_length, config.sft_row_length
+    actions = make_actions(config)
     demonstrations = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
-
-    def fitting(lengths: dict[int, int], longest: int, *limit: str) -> list[Demonstration]:
-        questions = [demonstration.question for demonstration in demonstrations]
-        if warning := drop_overlong(questions, lengths, longest, rule, name, *limit)[1]:
-            warn(warning)
-        return [demonstration for place, demonstration in enumerate(demonstrations) if place not in lengths]
-
-    questions = [demonstration.question for demonstration in demonstrations]
-    demonstrations = fitting(prompt_lengths(questions, tokenizer, config.prompt, longest, actions), longest)
-    sizes = enumerate(demonstration_length(each, config, tokenizer) for each in demonstrations)
-    long_rows = {place: size for place, size in sizes if size > pack_length}
-    demonstrations = fitting(long_rows, pack_length, "demonstrations", "sft.pack_length")
+    demonstrations = _drop_long_prompts(config, demonstrations, tokenizer, actions, warn)
+    demonstrations = _drop_long_demonstrations(config, demonstrations, tokenizer, warn)
     training, held_out = split_off(demonstrations, sft.held_out, config.run.seed)
-    samples = [encode_demonstration(each, config, tokenizer, "sampled") for each in held_out]
-    return training, pack(samples, pack_length) if samples else None
+    samples = [
+        encode_demonstration(demonstration, config, tokenizer, "sampled") for demonstration in held_out
+    ]
+    if not samples:
+        return training, None
+    return training, pack(samples, config.sft_row_length)
+
+
+def _drop_long_prompts(
+    config: Config,
+    demonstrations: list[Demonstration],
+    tokenizer: Any,
+    actions: tuple[Action, ...],
+    warn: Callable[[str], object],
+) -> list[Demonstration]:
+    """Leave out demonstrations whose prompts are too long, or refuse them (data.overlong_prompts)."""
+    longest = config.rollout.max_prompt_length
+    questions = [demonstration.question for demonstration in demonstrations]
+    overlong = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
+    rule = config.data.overlong_prompts
+    _, warning = drop_overlong(questions, overlong, longest, rule, "sft.demonstrations")
+    if warning:
+        warn(warning)
+    return _without(demonstrations, overlong)
+
+
+def _drop_long_demonstrations(
+    config: Config, demonstrations: list[Demonstration], tokenizer: Any, warn: Callable[[str], object]
+) -> list[Demonstration]:
+    """Leave out demonstrations that exceed a row, or refuse them (data.overlong_prompts)."""
+    pack_length = config.sft_row_length
+    overlong = {}
+    for place, demonstration in enumerate(demonstrations):
+        length = demonstration_length(demonstration, config, tokenizer)
+        if length > pack_length:
+            overlong[place] = length
+    questions = [demonstration.question for demonstration in demonstrations]
+    _, warning = drop_overlong(
+        questions,
+        overlong,
+        pack_length,
+        config.data.overlong_prompts,
+        "sft.demonstrations",
+        "demonstrations",
+        "sft.pack_length",
+    )
+    if warning:
+        warn(warning)
+    return _without(demonstrations, overlong)
+
+
+def _without(demonstrations: list[Demonstration], places: Container[int]) -> list[Demonstration]:
+    """Return the demonstrations, except those at these places."""
+    return [demonstration for place, demonstration in enumerate(demonstrations) if place not in places]
 
 
 def _batches(
@@ -247,25 +347,34 @@ def _batches(
 
     Raises UserError for a demonstration that does not fit in a row.
     """
-    sft, longest = config.sft, config.sft_row_length
+    samples = _drawn_samples(config, phase, demonstrations, tokenizer, seed)
+    longest = config.sft_row_length
+    for number, members in enumerate(_fill_rows(samples, config.sft.rows, longest)):
+        if number >= skipped:
+            yield pack(members, longest, weights=token_weights(members, "token_mean"))
+
+
+def _drawn_samples(
+    config: Config, phase: SftPhase, demonstrations: Sequence[Demonstration], tokenizer: Any, seed: int
+) -> Iterator[Sample]:
+    """Yield the samples of a phase in the order of their training; UserError if one exceeds a row."""
+    longest = config.sft_row_length
     drawn: Iterable[Demonstration]
-    if sft.demonstrations == "world":
+    if config.sft.demonstrations == "world":
         drawn = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
-
-    def fitting_sample(demonstration: Demonstration) -> Sample:
+    for demonstration in drawn:
         sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
-        if (size := len(sample.tokens)) > longest:
-            fault = f"demonstration of question {demonstration.question.id!r} has {size} tokens"
-            raise UserError(f"{fault}, but sft.pack_length is {longest}: raise it")
-        return sample
+        if len(sample.tokens) > longest:
+            raise UserError(
+                f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
+                f" but sft.pack_length is {longest}: raise it"
+            )
+        yield sample
 
-    for full in islice(_row_fulls(map(fitting_sample, drawn), sft.rows, longest), skipped, None):
-        yield pack(full, longest, weights=token_weights(full, "token_mean"))
 
-
-def _row_fulls(samples: Iterable[Sample], rows: int, pack_length: int) -> Iterator[list[Sample]]:
+def _fill_rows(samples: Iterable[Sample], rows: int, pack_length: int) -> Iterator[list[Sample]]:
     """Yield lists of samples, in their order, that each fill the rows; the last one need not."""
     pending: list[Sample] = []
     lengths: list[int] = []
@@ -275,7 +384,8 @@ def _row_fulls(samples: Iterable[Sample], rows: int, pack_length: int) -> Iterat
         lengths.append(len(sample.tokens))
         if _may_need_more(lengths, rows, pack_length) and plan(lengths, shapes).num_rows[0] > rows:
             yield pending[:-1]
-            pending, lengths = pending[-1:], lengths[-1:]
+            pending = pending[-1:]
+            lengths = lengths[-1:]
     if pending:
         yield pending
 
@@ -285,9 +395,10 @@ def _may_need_more(lengths: Sequence[int], rows: int, pack_length: int) -> bool:
 
     A sample opens one more row only if each of the other rows holds too many tokens for it.
     """
-    ordered = np.sort(lengths)[::-1]  # as first-fit decreasing takes them
-    fewest = rows * (pack_length + 1 - ordered) + ordered
-    return bool(np.any(np.cumsum(ordered) >= fewest))
+    descending = np.sort(lengths)[::-1]  # int [N]: first-fit decreasing takes the longest first
+    # For each sample, the fewest tokens up to and including it with which all rows are too full for it.
+    fewest_tokens = rows * (pack_length + 1 - descending) + descending
+    return bool(np.any(np.cumsum(descending) >= fewest_tokens))
 
 
 def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
@@ -300,40 +411,77 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """Return a demonstration in the agent loop's tokens, whether or not they fit in a row."""
-    actions, longest = make_actions(config), config.rollout.max_prompt_length
+    """Return a demonstration in the tokens of the agent loop, whether or not they fit in a row.
+
+    Args:
+        demonstration: The question and the turns.
+        config: The config; its actions and its prompt decide the text around the turns.
+        tokenizer: The policy's tokenizer.
+        loss_on: "sampled": the mask is True at the tokens of trained turns. "all": at every token but the
+            first.
+
+    Returns:
+        Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
+    """
+    actions = make_actions(config)
     grammar = grammar_of(actions)
-    prompt, opening = open_prompt(demonstration.question, tokenizer, config.prompt, longest, actions)
-    parts: list[tuple[np.ndarray, bool]] = [(prompt, False)]
-    shown = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
+    prompt, opening = open_prompt(
+        demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length, actions
+    )
+    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     by_name: dict[str, Action] = {action.name: action for action in actions or (SearchAction(),)}
+    segments = [prompt]
+    is_trained = [False]
     for number, turn in enumerate(demonstration.turns, 1):
-        text = behind_opening(opening if number == 1 else shown.opening, turn.text)
-        parts.append((np.asarray(encode(tokenizer, text), np.int32), turn.trained))
+        text = behind_opening(opening if number == 1 else observations.opening, turn.text)
+        segments.append(np.asarray(encode(tokenizer, text), np.int32))
+        is_trained.append(turn.trained)
         action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)
         if goes_on or turn.documents or turn.observation:
-            observation = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
-            documents = neutralise_documents(turn.documents, tokenizer, grammar)
-            renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()  # no user code
-            body = renderer.render(Reply(tuple(documents), observation))
-            parts.append((shown.of(action or SearchAction()).information(body)[0], False))
-    tokens = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
-    mask = np.concatenate([np.full(len(ids), learned or loss_on == "all") for ids, learned in parts])
+            body = _observation_body(turn, action, tokenizer, grammar)
+            observation, *_ = observations.of(action or SearchAction()).information(body)
+            segments.append(observation)
+            is_trained.append(False)
+    tokens = np.concatenate(segments).astype(np.int32)
+    mask = np.concatenate(
+        [
+            np.full(len(segment), trained or loss_on == "all")
+            for segment, trained in zip(segments, is_trained, strict=True)
+        ]
+    )
     mask[0] = False  # nothing precedes the first token
     zeros = np.zeros(len(tokens), np.float32)
     return Sample(tokens, mask, zeros, zeros)
 
 
+def _observation_body(turn: DemoTurn, action: Action | None, tokenizer: Any, grammar: Grammar) -> str:
+    """Return the text of a turn's observation, rendered by a built-in action: no user code runs here."""
+    observation = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
+    documents = neutralise_documents(turn.documents, tokenizer, grammar)
+    renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()
+    return renderer.render(Reply(tuple(documents), observation))
+
+
 def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
+    """Return the number of tokens of a demonstration, prompt and observations included."""
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
 class ColdStart:
-    """State and checkpoints of a cold start. As a block, it saves its last update if it is interrupted.
+    """State and checkpoints of a cold start.
 
-    `initial` returns the parameters to begin with, which are donated, unless a checkpoint has them. Raises
-    UserError if the folder holds an unfinished cold start of other settings, or a damaged one.
+    As a context manager, it saves the last update if the block ends with an error or a signal.
+
+    Args:
+        config: The config of the cold start.
+        identity: Hashes of the contents that the config only names.
+        learner: Its train state is kept here.
+        initial: Returns the parameters to begin with, which are donated. Not called if a checkpoint has them.
+        console: Gets notes on the progress.
+
+    Raises:
+        UserError: The folder holds an unfinished cold start of other settings, or a damaged one.
     """
 
     def __init__(
@@ -344,37 +492,46 @@ class ColdStart:
         initial: Callable[[], Params],
         console: Console,
     ):
-        self.folder, self.every = Path(config.run.dir), config.sft.checkpoint_every
-        self.learner, self.console = learner, console
-        now = {"config": kept_values(config), "identity": dict(identity)}
+        self.folder = Path(config.run.dir)
+        self.every = config.sft.checkpoint_every
+        self.learner = learner
+        self.console = console
+        checkpoints = self.folder / CHECKPOINTS
         if (self.folder / GONE).exists():
             shutil.rmtree(self.folder / GONE)
-        newest = newest_step(self.folder / CHECKPOINTS)
+        newest = newest_step(checkpoints)
+        values = kept_values(config)
         if newest is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / START, now)
+            write_json(self.folder / START, {"config": values, "identity": dict(identity)})
         else:
-            _check_unfinished(self.folder, now["config"], identity)
+            _check_unfinished(self.folder, values, identity)
         self.state: State = {}
         if newest is None or learner.policy.adapters:  # a checkpoint holds adapters without their base
             self.state = learner.init(initial())
-        self._store = CheckpointStore(self.folder / CHECKPOINTS, keep=1)
-        self.step = self._saved = newest or 0
+        self._store = CheckpointStore(checkpoints, keep=1)
+        self.step = newest or 0
+        self._saved = self.step
         self._saved_at = time.monotonic()
         if newest is not None:
             self.state, _ = self._store.restore(newest, learner.abstract_state)
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:
-        """Take the state after one more update, and save it if that is due."""
-        self.state, self.step = state, self.step + 1
-        if self.every and (self.step % self.every == 0 or time.monotonic() - self._saved_at > MOST_SECONDS):
+        """Take the state after one more update, and save it if a checkpoint is due."""
+        self.state = state
+        self.step += 1
+        if not self.every:
+            return
+        seconds = time.monotonic() - self._saved_at
+        if self.step % self.every == 0 or seconds > MAX_UNSAVED_SECONDS:
             self._save()
 
     def finish(self) -> None:
+        """Delete the checkpoints, after the policy has been written."""
         self._saved = self.step
         self._store.close()
-        # All checkpoints go at once: after a kill the next cold start continues or begins anew.
+        # Renamed first, so that after a kill all checkpoints are there or none.
         (self.folder / CHECKPOINTS).rename(self.folder / GONE)
         (self.folder / START).unlink(missing_ok=True)
         shutil.rmtree(self.folder / GONE)
@@ -389,25 +546,31 @@ class ColdStart:
         try:
             self._save()
             self.console.note(f"update {self.step} is saved; the same command goes on from there")
-        except Exception as error:  # whatever Orbax raises: it must not hide why the cold start stopped
+        except Exception as error:  # Orbax may raise anything: it must not hide why the cold start stopped
             self.console.note(f"update {self.step} could not be saved: {' '.join(str(error).split())}")
 
     def _save(self) -> None:
         self._store.save(self.step, self.state, {})
         self._store.wait()
-        self._saved, self._saved_at = self.step, time.monotonic()
+        self._saved = self.step
+        self._saved_at = time.monotonic()
 
 
 def _check_unfinished(folder: Path, config: Mapping[str, Any], identity: Mapping[str, str]) -> None:
+    """Refuse (UserError) to continue a cold start that had other settings."""
     advice = f"choose another run.dir, or remove {folder / CHECKPOINTS} to begin again"
     try:
         start = json.loads((folder / START).read_text(encoding="utf-8"))
-        before, hashes = with_defaults(start["config"]), start["identity"]
+        before = with_defaults(start["config"])
+        hashes = start["identity"]
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        fault = f"lost or damaged, so that the settings of {CHECKPOINTS} are unknown"
-        raise UserError(f"{folder / START}: {fault}; {advice}") from error
+        raise UserError(
+            f"{folder / START}: lost or damaged, so that the settings of {CHECKPOINTS} are unknown; {advice}"
+        ) from error
     changed = changed_keys(before, config, COMPARED, FREE)
     changed += [name for name, _, _ in differences(hashes, identity)]
     if changed:
-        fault = f"an unfinished cold start with other settings ({', '.join(changed)})"
-        raise UserError(f"run.dir={folder} holds {fault}; {advice}")
+        raise UserError(
+            f"run.dir={folder} holds an unfinished cold start with other settings ({', '.join(changed)});"
+            f" {advice}"
+        )

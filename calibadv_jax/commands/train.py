@@ -1,14 +1,16 @@
-"""Reinforcement learning: ``calibadv train --config FILE [key.path=value …]``."""
+"""Reinforcement learning: ``calibadv train --config FILE [key.path=value …]``.
+
+`train` is the loop over the steps. Its calls are the stages in the table of docs/architecture.md.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config
@@ -29,6 +31,7 @@ from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
@@ -48,206 +51,317 @@ if TYPE_CHECKING:
 def run(config: Config, kept: Config | None = None) -> None:
     """Train for `learner.steps` steps, or continue from the newest checkpoint of the run's folder.
 
-    `kept` is for the run's folder: without the addresses of services that the caller started for
-    this run, so that later readers start them again.
+    Args:
+        config: The config of this start.
+        kept: The config to write into the run's folder; None: `config`. A caller that started services for
+            this run leaves their addresses out, so that a later start with this config starts them again.
+
+    Raises:
+        UserError: Bad input, or a guard has stopped the run.
     """
     with init_distributed(config) as hosts:
         console = Console(config.log.progress, silent=not hosts.is_first)
-        with locked_run(Path(config.run.dir), console.warn) if hosts.is_first else nullcontext():
+        lock: AbstractContextManager[object] = nullcontext()
+        if hosts.is_first:
+            lock = locked_run(Path(config.run.dir), console.warn)
+        with lock:
             _run(config, kept or config, console, hosts)
 
 
 def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
-    hosts.share("run.dir", Path(config.run.dir))
-    mirror = None
-    if config.run.mirror and hosts.is_first:
-        from calibadv_jax.snapshots.mirror import open_mirror
-
-        mirror = open_mirror(config, console)
-    policy = config.policy
-    inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from) if mirror else nullcontext()
-    with ExitStack() as fetched:
-        hosts.run_on_main_and_broadcast("run.mirror", lambda: fetched.enter_context(inputs))
-        model, questions, overlong = _prepare(config, kept, console, hosts, mirror)
     folder = Path(config.run.dir)
+    hosts.share("run.dir", folder)
+    mirror = _open_mirror(config, console, hosts)
+    with _fetched_inputs(config, hosts, mirror):
+        model, questions, num_overlong = _prepare(config, kept, console, hosts, mirror)
+    with _stop_on_signal(config) as stop, ExitStack() as stack:
+        if mirror:
+            stack.enter_context(mirror)  # a store that cannot be written is refused before services start
+        newest = newest_step(folder / "checkpoints") or 0
+        if newest >= config.learner.steps:
+            # Returns before services are started: that takes minutes, and a running one may be gone by now.
+            console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
+            return
+        rollouts = stack.enter_context(_opened_rollouts(config, model, console, hosts))
+        with console.phase("loading the parameters", announce=True):
+            state = RunState(config, model, questions, rollouts, folder, console, hosts, mirror)
+        # All processes end the block of `state`, and so save the last step together, after a signal too.
+        with hosts.steps(stop), state:
+            train(state, stop, num_overlong)
+
+
+def _open_mirror(config: Config, console: Console, hosts: Hosts) -> Mirror | None:
+    """Return the run's mirror in process 0, if run.mirror is set."""
+    if not config.run.mirror or not hosts.is_first:
+        return None
+    from calibadv_jax.snapshots.mirror import open_mirror
+
+    return open_mirror(config, console)
+
+
+@contextmanager
+def _fetched_inputs(config: Config, hosts: Hosts, mirror: Mirror | None) -> Iterator[None]:
+    """Fetch policy, tokenizer and adapters from the mirror, in process 0, for the time of the block."""
+    policy = config.policy
+    inputs: AbstractContextManager[Any] = nullcontext()
+    if mirror:
+        inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from)
+    with ExitStack() as stack:
+        hosts.run_on_main_and_broadcast("run.mirror", lambda: stack.enter_context(inputs))
+        yield
+
+
+def _stop_on_signal(config: Config) -> Stop:
+    """Return the handler of signals for the block of a training run."""
     resume = "" if config.checkpoint.resume else "with checkpoint.resume=true "
-    stop = Stop(
+    return Stop(
         "the step in progress is finished and saved",
         "the last whole step is saved",
         f"{resume}the same command goes on from the saved step",
     )
-    with stop, ExitStack() as stack:
-        if mirror:
-            stack.enter_context(mirror)  # a store that cannot be written is refused before services start
-        newest = newest_step(folder / "checkpoints") or 0
-        if newest >= config.learner.steps:  # services take minutes to start, and may be away by now
-            console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
-            return
-        workers = " and vLLM workers (vllm_worker_*.log)" if config.sampler.name == "vllm" else ""
+
+
+@contextmanager
+def _opened_rollouts(config: Config, model: Model, console: Console, hosts: Hosts) -> Iterator[Rollouts]:
+    """Wait for the services, and yield the agent loop that uses them."""
+    folder = Path(config.run.dir)
+
+    def check(description: Mapping[str, Any]) -> None:
+        if hosts.is_first:
+            check_service(config, folder, description)
+
+    workers = " and vLLM workers (vllm_worker_*.log)" if config.sampler.name == "vllm" else ""
+    with ExitStack() as stack:
         with console.phase(f"waiting for the retriever{workers}", announce=True):
-            check = partial(check_service, config, folder) if hosts.is_first else lambda _: None
             context = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
             rollouts = stack.enter_context(context)
-        with console.phase("loading the parameters", announce=True):
-            state = RunState(config, model, questions, rollouts, folder, console, hosts, mirror)
-        with hosts.steps(stop), state:  # all save the last step together, signal or not
-            train(state, stop, overlong)
+        yield rollouts
 
 
 def _prepare(
     config: Config, kept: Config, console: Console, hosts: Hosts, mirror: Mirror | None
 ) -> tuple[Model, list[Question], int]:
-    """Check all inputs and enter the run's folder; return model, fitting questions, number of others."""
+    """Check all inputs and enter the run's folder.
+
+    Returns:
+        The model, the questions whose prompts fit, and the number of questions whose prompts are too long.
+    """
     for line in describe_choices(config):
         console.say(line)
-    data, longest = config.data, config.rollout.max_prompt_length
-    questions = load_questions(data.train, data.columns)
+    questions = load_questions(config.data.train, config.data.columns)
     for line in answer_warnings(questions, "data.train"):
         console.warn(line)
-    check_questions(questions, data.weights, config.prompt.template)
+    check_questions(questions, config.data.weights, config.prompt.template)
     check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-        lengths = prompt_lengths(questions, model.tokenizer, config.prompt, longest, make_actions(config))
-        fitting, warning = drop_overlong(questions, lengths, longest, data.overlong_prompts, "data.train")
-        warnings = [warning]
-        if config.evaluate.every:
-            from calibadv_jax.commands.evaluate import validation_questions
-
-            warnings.append(validation_questions(config, model.tokenizer)[1])
-        for line in filter(None, warnings):
-            console.warn(line)
+        fitting, num_overlong = _fitting_questions(config, model, questions, console)
     check_same(config, model, fitting, hosts)
-    hosts.run_on_main_and_broadcast(
-        "run folder", lambda: bool(enter_run_folder(kept, model, fitting, console.say, mirror))
-    )
-    return model, fitting, len(lengths)
+
+    def enter_folder() -> bool:
+        return bool(enter_run_folder(kept, model, fitting, console.say, mirror))
+
+    hosts.run_on_main_and_broadcast("run folder", enter_folder)
+    return model, fitting, num_overlong
 
 
-def train(state: RunState, stop: Stop, overlong: int = 0) -> None:
-    """The algorithm; `overlong` is the number of questions whose prompts are too long, for the metrics."""
-    console, first, total = state.console, state.step + 1, state.config.learner.steps
+def _fitting_questions(
+    config: Config, model: Model, questions: list[Question], console: Console
+) -> tuple[list[Question], int]:
+    """Return the questions whose prompts fit, and the number of the others; warn of both files' others."""
+    longest = config.rollout.max_prompt_length
+    lengths = prompt_lengths(questions, model.tokenizer, config.prompt, longest, make_actions(config))
+    fitting, warning = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
+    warnings = [warning]
+    if config.evaluate.every:
+        from calibadv_jax.commands.evaluate import validation_questions
+
+        _, warning = validation_questions(config, model.tokenizer)
+        warnings.append(warning)
+    for line in warnings:
+        if line:
+            console.warn(line)
+    return fitting, len(lengths)
+
+
+def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
+    """Train until `learner.steps` steps are done.
+
+    Args:
+        state: The run, at its newest step; trained in place.
+        stop: Handles signals, which end the run only where the newest step is consistent.
+        num_overlong: Number of questions whose prompts are too long, for the metrics.
+
+    Raises:
+        UserError: A guard has stopped the run, or a service, a file or a user's function has failed.
+    """
+    console = state.console
+    first = state.step + 1
+    total = state.config.learner.steps
     shown = ShownSteps(console, total, state.config.log.transcripts)
     with open_writers(state) as (record, writer):
         with console.phase("publishing the policy"):
             state.publish()  # before the first step, so that a broken path fails at the start
         while state.step < total:
             with Step(state, writer, stop, first) as step:
-                groups = step.probe(step.roll_out())
-                groups, advantages = step.assign_credit(groups, overlong)
-                with stop.held():  # a trained step is also recorded and judged
-                    updated = step.update(groups, advantages)
-                    verdict = step.record(record, groups, advantages, updated)
+                groups = step.take_groups()
+                groups = step.probe(groups)
+                groups = step.score(groups)
+                advantages = step.assign_credit(groups, num_overlong)
+                # A signal waits until the trained step is also recorded and judged.
+                with stop.held():
+                    result = step.train(groups, advantages)
+                    with state.hosts.barrier("record"):
+                        step.keep_trajectories(record, groups, advantages, result)
+                        verdict = step.check_guards()
                 if not state.guards.is_broken:  # a policy that is not finite cannot be sampled from
                     step.publish()
                     step.evaluate()
             shown.show(state.step, step.row, groups)
             for finding in verdict.findings:
                 console.warn(finding)
-            apply_verdict(verdict, state, writer, record, stop)
+            save_or_roll_back(verdict, state, writer, record, stop)
 
 
 class Step:
-    """A step of training: its phases, its signals and its row of metrics.
+    """A step of training: one method for each stage, and the step's row of metrics.
 
-    The row of a trained step is written at the end of the block, whatever ends it: the step is saved, too.
-    Step number `first` compiles.
+    The end of the block writes the row, unless the step was not trained. It does so also if the block ends
+    with an error after the update, because a trained step is saved, too.
+
+    Args:
+        state: The run.
+        writer: Gets the row of metrics.
+        stop: Handles signals.
+        first: The number of the first step of this start, which compiles.
     """
 
     def __init__(self, state: RunState, writer: MetricsWriter, stop: Stop, first: int):
-        self.state, self.config, self.hosts = state, state.config, state.hosts
+        self.state = state
+        self.config = state.config
+        self.hosts = state.hosts
         self.row: dict[str, float] = {}
-        self._writer, self._begun, self._compiles = writer, state.step, state.step + 1 == first
-        self._live, self._stop = state.console.live, stop
-        self._counts: dict[str, tuple[int, str]] = {}  # for `Console.end_step`
+        self._writer = writer
+        self._stop = stop
+        self._live = state.console.live
+        self._steps_before = state.step
+        self._compiles = state.step + 1 == first
+        # What the step has counted, and the part of the step that took the time: for `Console.end_step`.
+        self._counts: dict[str, tuple[int, str]] = {}
         state.console.begin_step(state.step + 1, state.config.learner.steps)
 
     def __enter__(self) -> Step:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.state.step > self._begun:
-            self.row |= self.state.console.end_step(self._counts)
+        is_trained = self.state.step > self._steps_before
+        if is_trained:
+            self.row.update(self.state.console.end_step(self._counts))
             with self._stop.held():
                 self._writer.write(self.state.step, self.row)
 
-    def _learn(self, label: str, part: str) -> AbstractContextManager[None]:
+    def _show_microbatches(self, label: str, part: str) -> AbstractContextManager[None]:
+        """Show the learner's progress under `label`; `part` is the metric of its seconds."""
         return self._live(label, "microbatches", self.state.trainer.progress, part)
 
-    def roll_out(self) -> list[Group]:
+    def take_groups(self) -> list[Group]:
         """Return the oldest complete groups of the stream."""
-        stream, progress = self.state.stream, self.state.rollouts.progress()
+        stream = self.state.stream
+        progress = self.state.rollouts.progress()
         with self._live("rollouts", "trajectories", progress, "rollout"), self.hosts.local_work("rollout"):
-            groups = stream.take(self._begun)
+            groups = stream.take(self._steps_before)
         attempts = [attempt for group in [*groups, *stream.replaced] for attempt in group.attempts]
+        num_searches = sum(attempt.num_searches for attempt in attempts)
+        num_sampled = int(sum(attempt.mask.sum() for attempt in attempts))
+        # With staleness the agent loop samples during the whole step, not only while this stage waits for it.
         part = "step" if stream.config.max_staleness else "rollout"
-        self._counts["searches"] = sum(attempt.num_searches for attempt in attempts), part
-        self._counts["sampled_tokens"] = int(sum(attempt.mask.sum() for attempt in attempts)), part
+        self._counts["searches"] = (num_searches, part)
+        self._counts["sampled_tokens"] = (num_sampled, part)
         return groups
 
     def probe(self, groups: list[Group]) -> list[Group]:
         """Add the golden answers' log-probabilities and the critic's values, if the estimator needs them."""
         trainer = self.state.trainer
         if self.config.advantage.probed:
-            with self._learn("golden answers", "probe"):
-                groups, self.row = trainer.probe(self.state.state, groups)
+            with self._show_microbatches("golden answers", "probe"):
+                groups, self.row = trainer.probe(self.state.learner_state, groups)
         if trainer.critic is not None:
-            with self._learn("the critic's values", "values"):
+            with self._show_microbatches("the critic's values", "values"):
                 groups = trainer.critic.with_values(groups)
         return groups
 
-    def assign_credit(self, groups: list[Group], overlong: int) -> tuple[list[Group], AdvantageResult]:
-        """Return the scored groups and their advantages."""
-        with self._live("rewards and advantages", part="advantage"):
-            rng = random_state(self.state.seed, self._begun, "reward")
-            groups = score_groups(groups, self.config.reward, rng)
+    def score(self, groups: list[Group]) -> list[Group]:
+        """Return copies of the groups whose trajectories have their scores."""
+        with self._live("rewards", part="advantage"):
+            rng = random_state(self.state.seed, self._steps_before, "reward")
+            return score_groups(groups, self.config.reward, rng)
+
+    def assign_credit(self, groups: list[Group], num_overlong: int) -> AdvantageResult:
+        """Return the advantages of the scored groups."""
+        with self._live("advantages", part="advantage"):
             advantages = compute_advantages(groups, self.config.advantage)
-        metrics = trajectory_metrics(groups, self._begun) | guard_metrics(groups) | advantages.metrics
-        self.row = metrics | self.row | self.state.sampler_metrics()
-        self.row["rollout/overlong_prompts"] = float(overlong)
-        return groups, advantages
+        probe_metrics = self.row
+        self.row = trajectory_metrics(groups, self._steps_before)
+        self.row.update(guard_metrics(groups))
+        self.row.update(advantages.metrics)
+        self.row.update(probe_metrics)
+        self.row.update(self.state.sampler_metrics())
+        self.row["rollout/overlong_prompts"] = float(num_overlong)
+        return advantages
 
-    def update(self, groups: list[Group], advantages: AdvantageResult) -> UpdateResult:
-        """Train the policy, and the critic with PPO. From here on the step counts."""
-        with self._learn("update, compiling" if self._compiles else "update", "update"):
-            updated = self.state.update(groups, advantages)
-        self.row |= updated.metrics
-        self._counts["tokens"] = updated.tokens, "step"
-        return updated
+    def train(self, groups: list[Group], advantages: AdvantageResult) -> UpdateResult:
+        """Train the policy, and with PPO the critic. From here on the step counts as trained."""
+        label = "update, compiling" if self._compiles else "update"
+        with self._show_microbatches(label, "update"):
+            result = self.state.train_on(groups, advantages)
+        self.row.update(result.metrics)
+        self._counts["tokens"] = (result.tokens, "step")
+        return result
 
-    def record(
-        self, record: RolloutWriter, groups: list[Group], advantages: AdvantageResult, updated: UpdateResult
-    ) -> Verdict:
-        """Keep the trajectories, and return the verdict of the guards."""
-        state, credits = self.state, advantages.credits
-        with self.hosts.barrier("record"):
-            with self._live("keeping the trajectories", part="record"):
-                self.row |= record.write(state.step, groups, credits, updated.logprobs, state.seed)
-            verdict = state.guards.check(state.step, self.row)
-            self.row |= verdict.metrics
+    def keep_trajectories(
+        self, record: RolloutWriter, groups: list[Group], advantages: AdvantageResult, result: UpdateResult
+    ) -> None:
+        """Write the trajectories with their credit to the run's folder, if log.rollouts keeps them."""
+        state = self.state
+        with self._live("keeping the trajectories", part="record"):
+            metrics = record.write(state.step, groups, advantages.credits, result.logprobs, state.seed)
+        self.row.update(metrics)
+
+    def check_guards(self) -> Verdict:
+        """Return the guards' verdict on the metrics so far."""
+        verdict = self.state.guards.check(self.state.step, self.row)
+        self.row.update(verdict.metrics)
         return verdict
 
     def publish(self) -> None:
         """Hand the new policy to the samplers."""
         with self._live("publishing the policy", part="publish"):
-            self.row |= self.state.publish()
+            self.row.update(self.state.publish())
 
     def evaluate(self) -> None:
         """Score the held-out questions after every `evaluate.every` steps."""
-        every, rollouts = self.config.evaluate.every, self.state.rollouts
-        if every and self.state.step % every == 0:
-            from calibadv_jax.commands.evaluate import validate
+        every = self.config.evaluate.every
+        if not every or self.state.step % every:
+            return
+        from calibadv_jax.commands.evaluate import validate
 
-            with self._live("evaluation", "trajectories", rollouts.progress(of_collect=True), "evaluate"):
-                self.row |= self.hosts.run_on_main_and_broadcast(
-                    "evaluation", lambda: report_metrics(validate(self.config, rollouts))
-                )
+        rollouts = self.state.rollouts
+
+        def scores() -> dict[str, float]:
+            return report_metrics(validate(self.config, rollouts))
+
+        with self._live("evaluation", "trajectories", rollouts.progress(of_collect=True), "evaluate"):
+            self.row.update(self.hosts.run_on_main_and_broadcast("evaluation", scores))
 
 
-def apply_verdict(
+def save_or_roll_back(
     verdict: Verdict, state: RunState, writer: MetricsWriter, record: RolloutWriter, stop: Stop
 ) -> None:
-    """End the run (UserError) or roll back, if a guard asks for it; else save the step if it is due."""
+    """Save the step if a checkpoint is due; instead end the run or roll back if a guard asks for it.
+
+    Raises:
+        UserError: A guard stops the run, or there is no checkpoint to return to, or none can be written.
+    """
     if verdict.action == "stop":
         with state.hosts.barrier("guards"):
             raise UserError(state.why_stopped())
@@ -263,8 +377,13 @@ def apply_verdict(
 
 @contextmanager
 def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter]]:
-    """Open the writers of trajectories and metrics; other processes than the first write to nowhere."""
-    config, folder, first = state.config, state.folder, state.step + 1
+    """Open the writers of trajectories and metrics for the steps that follow.
+
+    Processes other than the first write to a temporary folder, which is removed at the end.
+    """
+    config = state.config
+    folder = state.folder
+    first = state.step + 1
     with ExitStack() as stack:
         if not state.hosts.is_first:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="calibadv-")))
@@ -276,4 +395,5 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
             from calibadv_jax.metrics.backends import open_backends
 
             backends = open_backends(config.log, folder, first, state.console.warn)
-        yield record, stack.enter_context(MetricsWriter(folder, backends, first))
+        writer = stack.enter_context(MetricsWriter(folder, backends, first))
+        yield record, writer

@@ -1,4 +1,4 @@
-"""The actions of a run, from its config; each is made once in a process."""
+"""The actions of a run, made from its config once in a process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +20,67 @@ from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import ACTIONS
 
 DEFAULT = [ToolConfig("search")]
-LOG = "mcp.log"  # in the run's folder: what the programs of MCP servers write to standard error
+LOG = "mcp.log"  # File in the run's folder to which MCP servers' programs write their standard error.
 EXPECTED = "a class that is called without arguments, as in examples/own_tool.py"
+BUILT_IN: dict[str, Callable[..., Action]] = {"search": SearchAction, "access": AccessAction}
 
 
 def make_actions(config: Config) -> tuple[Action, ...]:
-    """Return the actions in the order of the config; none for search alone.
+    """Return the actions of a config.
 
-    MCP servers are asked for their tools at the first call. Raises UserError if an action cannot be made, or
-    two have the same name.
+    MCP servers are asked for their tools at the first call.
+
+    Args:
+        config: The run's config.
+
+    Returns:
+        The actions in the order of `tools`. Empty if search is the only one.
+
+    Raises:
+        UserError: An action cannot be made, or two have the same name.
     """
     if config.tools == DEFAULT:
         return ()
     tools = json.dumps([dataclasses.asdict(tool) for tool in config.tools])
-    actions = _made(tools, Path(config.run.dir) / LOG)
+    actions = _build_actions(tools, Path(config.run.dir) / LOG)
     if isinstance(actions, UserError):
         raise actions
     return actions
 
 
 @functools.cache
-def _made(tools: str, log: Path) -> tuple[Action, ...] | UserError:
-    """Return the actions, or the error: a server that does not answer is waited for once."""
+def _build_actions(tools: str, log: Path) -> tuple[Action, ...] | UserError:
+    """Return the actions of the JSON text of `tools`, or the error of the first that cannot be made.
+
+    The error is returned, not raised, so that the cache keeps it: a server that does not answer is waited for
+    only once.
+    """
     actions: list[Action] = []
     try:
         for values in json.loads(tools):
-            mcp = values.pop("mcp")
-            tool = ToolConfig(**values, mcp=mcp and McpConfig(**mcp))
-            tool_actions = [] if tool.mcp else [_named_action(tool)]
-            if tool.mcp:
-                tool_actions = load_optional("mcp_tools").mcp_actions(tool.mcp, tool.max_length, log)
-            for action in tool_actions:
-                _check(action, tool, actions)
+            mcp_values = values.pop("mcp")
+            mcp = McpConfig(**mcp_values) if mcp_values else None
+            tool = ToolConfig(**values, mcp=mcp)
+            for action in _tool_actions(tool, log):
+                _check_name(action, tool, actions)
                 actions.append(action)
     except UserError as error:
         return error
     return tuple(actions)
 
 
+def _tool_actions(tool: ToolConfig, log: Path) -> Sequence[Action]:
+    """Return the actions of one entry of `tools`: those of an MCP server, or a single one."""
+    if not tool.mcp:
+        return [_named_action(tool)]
+    mcp_actions: Callable[..., Sequence[Action]] = load_optional("mcp_tools").mcp_actions
+    return mcp_actions(tool.mcp, tool.max_length, log)
+
+
 def _named_action(tool: ToolConfig) -> Action:
-    built_in = {"search": SearchAction, "access": AccessAction}
-    if tool.name in built_in:
-        return built_in[tool.name](max_length=tool.max_length)
+    """Return a built-in action, or an object of the user's class."""
+    if tool.name in BUILT_IN:
+        return BUILT_IN[tool.name](max_length=tool.max_length)
     try:
         action = import_user_function(tool.name, "tools", (), EXPECTED)()
     except UserError:
@@ -68,43 +88,78 @@ def _named_action(tool: ToolConfig) -> Action:
     except Exception as error:  # a class of the user's own may raise anything
         raise UserError(f"tools: making {tool.name} failed: {failure(error)}; correct it") from error
     if not isinstance(action, Action) or not inspect.iscoroutinefunction(action.call):
-        kind = "a subclass of calibadv_jax.Action with `async def call`, as in examples/own_tool.py"
-        raise UserError(f"tools: {tool.name} must give an object of {kind}")
-    for text in ("name", "purpose"):
-        if not isinstance(getattr(action, text, None), str):
-            raise UserError(f"tools: {tool.name} has no text {text!r}; see examples/own_tool.py")
+        raise UserError(
+            f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"
+            " `async def call`, as in examples/own_tool.py"
+        )
+    for attribute in ("name", "purpose"):
+        if not isinstance(getattr(action, attribute, None), str):
+            raise UserError(f"tools: {tool.name} has no text {attribute!r}; see examples/own_tool.py")
     return OwnAction(action, tool.timeout, tool.max_length)
 
 
-def _check(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:
-    where = tool.name or (tool.mcp and (tool.mcp.url or tool.mcp.command))
-    named = f"tools: {where} has an action named {action.name!r}"
+def _check_name(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:
+    """Refuse (UserError) a name that cannot be a tag, or that an earlier action has."""
+    entry = _entry_name(tool)
     if not NAME.fullmatch(action.name) or action.name.lower() in RESERVED:
-        rule = f"letters, digits and underscores, and none of {', '.join(RESERVED)}"
-        raise UserError(f"{named}: it must be {rule}")
-    if any(action.name.lower() == other.name.lower() for other in earlier):
-        hint = "of a server's tools: tools[].mcp.tools names those that are on"
-        raise UserError(f"{named}, as another entry has; leave one of them out ({hint})")
+        raise UserError(
+            f"tools: {entry} has an action named {action.name!r}: it must be letters, digits and underscores,"
+            f" and none of {', '.join(RESERVED)}"
+        )
+    earlier_names = {other.name.lower() for other in earlier}
+    if action.name.lower() in earlier_names:
+        raise UserError(
+            f"tools: {entry} has an action named {action.name!r}, as another entry has; leave one of them out"
+            " (tools[].mcp.tools selects the tools of a server)"
+        )
+
+
+def _entry_name(tool: ToolConfig) -> object:
+    """Return what names an entry of `tools` in a message: its name, or the server's address or program."""
+    if tool.mcp and not tool.name:
+        return tool.mcp.url or tool.mcp.command
+    return tool.name
 
 
 def describe_actions(config: Config) -> list[str]:
-    """Return lines for the terminal; none where search alone is on. Raises as `make_actions`."""
+    """Describe the actions for the terminal.
+
+    Args:
+        config: The run's config.
+
+    Returns:
+        Lines of text; none if search is the only action.
+
+    Raises:
+        UserError: As `make_actions`.
+    """
     actions = make_actions(config)
     if not actions:
         return []
     lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
     template = config.prompt.template
     if template != "paper" and ACTIONS not in template:
-        advice = f"unless the policy knows them, set prompt.template=paper, or put {ACTIONS} in your template"
-        lines.append(f"  the prompt lists none of them: {advice}")
+        lines.append(
+            "  the prompt lists none of them: unless the policy knows them, set prompt.template=paper, or put"
+            f" {ACTIONS} in your template"
+        )
     return lines
 
 
 def check_tags(actions: tuple[Action, ...], tokenizer: Any) -> None:
-    """Refuse (UserError) a tokenizer that loses the actions' tags; `load_tokenizer` checks the protocol's."""
+    """Check that a tokenizer can write the actions' tags; `load_tokenizer` checks the other tags.
+
+    Args:
+        actions: As `make_actions` returns them.
+        tokenizer: A HuggingFace tokenizer.
+
+    Raises:
+        UserError: Encoding and decoding loses a tag.
+    """
     for action in actions:
         for tag in (f"<{action.name}>", f"</{action.name}>"):
             if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
-                fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
-                advice = "add it to the tokenizer as a token, or choose a tokenizer that can write any text"
-                raise UserError(f"tools: {fault}; {advice}")
+                raise UserError(
+                    f"tools: the tokenizer cannot write {tag}: encoding and decoding loses it; add it to the"
+                    " tokenizer as a token, or choose a tokenizer that can write any text"
+                )

@@ -12,9 +12,16 @@ from calibadv_jax.run.actions import describe_actions
 
 
 def describe_choices(config: Config) -> list[str]:
-    """Return lines for the terminal; optional features appear only if they are on.
+    """Describe the choices of a config for the terminal, and check them.
 
-    Raises UserError if a user's function cannot be loaded or called; or nothing could be learned.
+    Args:
+        config: The run's config.
+
+    Returns:
+        Lines of text. Optional features appear only if they are on.
+
+    Raises:
+        UserError: A user's function cannot be loaded or called, or the choices together teach nothing.
     """
     _check_something_is_learned(config)
     return [
@@ -27,16 +34,22 @@ def describe_choices(config: Config) -> list[str]:
 
 
 def _check_something_is_learned(config: Config) -> None:
-    """Refuse choices that are sound alone, but together teach nothing."""
-    rollout, credit = config.rollout, config.advantage
+    """Refuse choices that are valid alone, but together give no trajectory an advantage."""
+    rollout = config.rollout
+    credit = config.advantage
     if config.reward.format and not rollout.max_searches:
-        fault = "the format asks for a search, so that every trajectory would score 0 and nothing be learned"
-        keys, advice = "rollout.max_searches is 0 and reward.format is true", "set reward.format=false"
-        raise UserError(f"{keys}: {fault}; {advice}, or allow searches")
-    if rollout.group_size == 1 and rollout.dynamic_sampling:
+        raise UserError(
+            "rollout.max_searches is 0 and reward.format is true: the format asks for a search, so that every"
+            " trajectory would score 0 and nothing be learned; set reward.format=false, or allow searches"
+        )
+    if rollout.group_size > 1:
+        return
+    if rollout.dynamic_sampling:
         raise UserError("rollout.group_size=1 ties every group; raise it, or set rollout.dynamic_sampling=0")
-    balances = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
-    if rollout.group_size == 1 and credit.is_calibrated and balances and credit.adjust != "clip":
-        fault = "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question"
-        way_out = "set it to 2 or more, or advantage.name to an estimator that compares none, such as gae"
-        raise UserError(f"{fault}: every answer would have the advantage 0; {way_out}")
+    balances_groups = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
+    if credit.is_calibrated and balances_groups and credit.adjust != "clip":
+        raise UserError(
+            "rollout.group_size is 1, but advantage.name=calibadv balances the trajectories of a question:"
+            " every answer would have the advantage 0; set it to 2 or more, or advantage.name to an"
+            " estimator that compares none, such as gae"
+        )

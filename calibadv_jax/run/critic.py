@@ -1,4 +1,4 @@
-"""The critic of PPO between the steps."""
+"""The critic of PPO: its values before a step's update, and its own update."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from calibadv_jax.run.model import Model
 
 
 class Critic:
-    """The value model, its learner and its state.
+    """The value model of a run, its learner and its train state.
 
-    It copies `params`, the policy that the run begins with, and donates the trained ones. None: its state
-    comes from a checkpoint.
+    Args:
+        config: The run's config.
+        model: The policy without parameters, its tokenizer and its mesh.
+        params: Parameters of the policy that the run begins with, from which the value model starts. The
+            trained ones are donated. None: the state is restored from a checkpoint.
     """
 
     def __init__(self, config: Config, model: Model, params: Params | None):
@@ -35,43 +38,98 @@ class Critic:
             self.state = self.learner.init(critic_params(self.learner.policy, params, model.mesh))
 
     def with_values(self, groups: Sequence[Group]) -> list[Group]:
-        """Return copies of the groups whose turns have `values`."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        samples = [make_sample(each, np.zeros(len(each.mask), np.float32)) for each in trajectories]
-        batch = [sample for sample in samples if sample.mask.any()]
-        params, config = self.state["params"], self.config.learner
-        rows = iter(sample_logprobs(self.learner, params, batch, config) if batch else ())
-        no_values = np.zeros(0, np.float32)
-        values = [next(rows)[sample.mask] if sample.mask.any() else no_values for sample in samples]
-        valued = map(_with_values, trajectories, values)
-        return [replace(group, trajectories=[next(valued) for _ in group.trajectories]) for group in groups]
+        """Compute the critic's values of the sampled tokens.
 
-    def update(self, groups: Sequence[Group], rng: np.random.Generator) -> dict[str, float]:
-        """Train on the returns of the scored groups; the metrics say how good the values before it were."""
+        Args:
+            groups: The groups of the step.
+
+        Returns:
+            Copies of the groups whose turns have `values`, float32 [sampled tokens of the turn].
+        """
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        values = self._values(trajectories)
+        valued_groups = []
+        start = 0
+        for group in groups:
+            end = start + len(group.trajectories)
+            valued = [
+                _with_values(trajectory, trajectory_values)
+                for trajectory, trajectory_values in zip(group.trajectories, values[start:end], strict=True)
+            ]
+            valued_groups.append(replace(group, trajectories=valued))
+            start = end
+        return valued_groups
+
+    def _values(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """Return the values of each trajectory's sampled tokens, float32 [sampled tokens]."""
+        values = [np.zeros(0, np.float32) for _ in trajectories]
+        places = []  # of the trajectories with a sampled token; the others are not computed
+        samples = []
+        for place, trajectory in enumerate(trajectories):
+            sample = make_sample(trajectory, np.zeros(len(trajectory.mask), np.float32))
+            if sample.mask.any():
+                places.append(place)
+                samples.append(sample)
+        if samples:
+            rows = sample_logprobs(self.learner, self.state["params"], samples, self.config.learner)
+            for place, sample, row in zip(places, samples, rows, strict=True):
+                values[place] = row[sample.mask]
+        return values
+
+    def train_step(self, groups: Sequence[Group], rng: np.random.Generator) -> dict[str, float]:
+        """Train the critic on the returns of the scored groups.
+
+        Args:
+            groups: The scored groups, with the critic's values.
+            rng: Orders the mini-batches.
+
+        Returns:
+            The metrics of the update, and how well the values before it predicted the returns. Empty if no
+            token was sampled.
+        """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         values = [critic_values(trajectory) for trajectory in trajectories]
         returns = [gae_and_returns(trajectory, self.config.advantage)[1] for trajectory in trajectories]
-        samples = [value_sample(*each) for each in zip(trajectories, values, returns, strict=True)]
+        samples = [
+            value_sample(trajectory, trajectory_values, trajectory_returns)
+            for trajectory, trajectory_values, trajectory_returns in zip(
+                trajectories, values, returns, strict=True
+            )
+        ]
         rate = float(self.schedule(int(self.state["updates"])))
         self.state, learned = learn_values(
             self.learner, self.state, samples, self.config.learner, self.loss, rng
         )
         if not learned:
             return {}
-        learned["critic/finite"] = float(self.learner.is_finite(self.state["params"]))
-        before, targets = np.concatenate(values).astype(np.float64), np.concatenate(returns)
-        spreads = {
-            f"critic/{name}/{statistic}": float(getattr(array, statistic)())
-            for name, array in (("values", before), ("returns", targets))
-            for statistic in ("mean", "max", "min")
-        }
-        if variance := float(np.var(targets)):
-            spreads["critic/explained_variance"] = 1 - float(np.var(targets - before)) / variance
-        return {"critic/lr": rate} | learned | spreads
+        metrics = {"critic/lr": rate}
+        metrics.update(learned)
+        metrics["critic/finite"] = float(self.learner.is_finite(self.state["params"]))
+        all_values = np.concatenate(values).astype(np.float64)  # [sampled tokens]
+        all_returns = np.concatenate(returns)  # float64 [sampled tokens]
+        metrics.update(_fit_metrics(all_values, all_returns))
+        return metrics
 
 
 def _with_values(trajectory: Trajectory, values: np.ndarray) -> Trajectory:
     """Split the values, float32 [sampled tokens], among copies of the turns."""
-    parts = np.split(values, np.cumsum([len(turn.token_ids) for turn in trajectory.turns]))
-    turns = [replace(turn, values=part) for turn, part in zip(trajectory.turns, parts, strict=False)]
+    turns = []
+    start = 0
+    for turn in trajectory.turns:
+        end = start + len(turn.token_ids)
+        turns.append(replace(turn, values=values[start:end]))
+        start = end
     return replace(trajectory, turns=turns)
+
+
+def _fit_metrics(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+    """Return statistics of values and returns, float64 [sampled tokens], and the explained variance."""
+    metrics: dict[str, float] = {}
+    for name, array in (("values", values), ("returns", returns)):
+        metrics[f"critic/{name}/mean"] = float(array.mean())
+        metrics[f"critic/{name}/max"] = float(array.max())
+        metrics[f"critic/{name}/min"] = float(array.min())
+    variance = float(np.var(returns))
+    if variance:
+        metrics["critic/explained_variance"] = 1 - float(np.var(returns - values)) / variance
+    return metrics

@@ -24,34 +24,53 @@ from calibadv_jax.snapshots.huggingface import weights_hash
 if TYPE_CHECKING:
     from calibadv_jax.data.demonstrations import Demonstration
 
-REFERENCE = "policy.weights"  # only of a run that keeps the policy it began with, or the base of its adapters
-ADAPTERS = "policy.adapters"  # of policy.lora.init_from, only of a run that keeps the policy it began with
-JUDGE = "reward.judge.content"  # of reward.judge.prompt
-TOOLS = "tools.content"  # names and purposes of the actions, which servers and the user's code choose
-OPTIONAL = (REFERENCE, ADAPTERS, JUDGE, TOOLS)  # omitted when not needed
+# Names of hashes in a start's identity that are omitted when they are not needed.
+REFERENCE = "policy.weights"  # Only if the run keeps its initial policy, or trains adapters on this base.
+ADAPTERS = "policy.adapters"  # Hash of policy.lora.init_from; only if the run keeps its initial policy.
+JUDGE = "reward.judge.content"  # Hash of the file reward.judge.prompt.
+TOOLS = "tools.content"  # Hash of the actions' names and purposes, which servers and the user's code choose.
+OPTIONAL = (REFERENCE, ADAPTERS, JUDGE, TOOLS)
 IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *OPTIONAL)
 
 
 def judge_hash(config: Config) -> str:
-    """Return the hash of the judge's prompt; empty if it has no file."""
+    """Return the hash of the judge's prompt; empty if reward.judge.prompt is not set."""
     prompt = config.reward.judge.prompt
-    return content_hash(load_optional("judge").read_prompt(prompt)) if prompt else ""
+    if not prompt:
+        return ""
+    return content_hash(load_optional("judge").read_prompt(prompt))
 
 
 def tools_hash(config: Config) -> str:
-    """Return the hash of the actions in the prompt; empty if search is the only one."""
+    """Return the hash of the actions in the prompt; empty if search is the only one.
+
+    Raises:
+        UserError: An action cannot be made.
+    """
     actions = make_actions(config)
-    fields = [[action.name, action.purpose, action.argument, action.may_be_empty] for action in actions]
-    return content_hash(fields) if fields else ""
+    if not actions:
+        return ""
+    return content_hash(
+        [[action.name, action.purpose, action.argument, action.may_be_empty] for action in actions]
+    )
 
 
 def _contents(
     config: Config, model: Model, questions: Sequence[Question], is_fresh: bool
 ) -> dict[str, Callable[[], str]]:
     """Return functions that hash what the config only names, by the names in `IDENTITY`."""
-    policy, keeps_initial = config.policy, config.keeps_initial_policy
+    policy = config.policy
+    keeps_initial = config.keeps_initial_policy
+
+    def questions_hash() -> str:
+        return content_hash([dataclasses.astuple(question) for question in questions])
+
+    def base_hash() -> str:
+        folder, _ = find_folder(config, policy.path, with_weights=True, resolved=model.pins)
+        return weights_hash(folder)
+
     hashes: dict[str, Callable[[], str]] = {
-        "data.content": lambda: content_hash([dataclasses.astuple(question) for question in questions]),
+        "data.content": questions_hash,
         "policy.config": lambda: content_hash(model.hf_config),
         "policy.vocabulary": lambda: model.tokenizer_hash,
         JUDGE: lambda: judge_hash(config),
@@ -59,7 +78,7 @@ def _contents(
     }
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
-        hashes[REFERENCE] = lambda: weights_hash(find_folder(config, policy.path, True, model.pins)[0])
+        hashes[REFERENCE] = base_hash
     if policy.lora.init_from and (is_fresh or keeps_initial):
         from calibadv_jax.snapshots.peft import adapters_hash
 
@@ -68,27 +87,69 @@ def _contents(
 
 
 def run_identity(config: Config, model: Model, questions: Sequence[Question]) -> dict[str, str]:
-    """Return the hashes of the contents that a run's config only names, by the names in `IDENTITY`."""
-    contents = _contents(config, model, questions, is_fresh=False)
-    hashes = {name: compute() for name, compute in contents.items()}
-    return {name: value for name, value in hashes.items() if value}
+    """Hash the contents that a run's config only names.
+
+    Args:
+        config: The run's config.
+        model: The run's model.
+        questions: The training questions whose prompts fit.
+
+    Returns:
+        The hashes by the names in `IDENTITY`, without those that are not needed.
+
+    Raises:
+        UserError: A file cannot be read, or an action cannot be made.
+    """
+    identity = {}
+    for name, compute in _contents(config, model, questions, is_fresh=False).items():
+        value = compute()
+        if value:
+            identity[name] = value
+    return identity
 
 
 def cold_start_identity(
     config: Config, model: Model, demonstrations: Sequence[Demonstration], base: AdapterBase | None
 ) -> dict[str, str]:
-    """Return the hashes of the contents that a cold start's config only names."""
-    hashes = {
-        "demonstrations": content_hash([dataclasses.asdict(each) for each in demonstrations]),
+    """Hash the contents that a cold start's config only names.
+
+    Args:
+        config: The cold start's config.
+        model: The model that is trained.
+        demonstrations: The training demonstrations of the file; empty with a generator.
+        base: The base of the adapters that are trained; None without adapters.
+
+    Returns:
+        The hashes by name, without those that are not needed.
+
+    Raises:
+        UserError: An action cannot be made.
+    """
+    identity = {
+        "demonstrations": content_hash([dataclasses.asdict(entry) for entry in demonstrations]),
         "policy.config": content_hash(model.hf_config),
         "policy.vocabulary": model.tokenizer_hash,
     }
     tools = tools_hash(config)
-    return hashes | ({TOOLS: tools} if tools else {}) | ({REFERENCE: base.sha256} if base else {})
+    if tools:
+        identity[TOOLS] = tools
+    if base:
+        identity[REFERENCE] = base.sha256
+    return identity
 
 
 def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
-    """Refuse (UserError) processes that read different files or offer different actions."""
+    """Check that all processes read the same files and offer the same actions.
+
+    Args:
+        config: The run's config.
+        model: This process' model.
+        questions: This process' training questions.
+        hosts: The processes of the run.
+
+    Raises:
+        UserError: In all processes, if one differs.
+    """
     newest = newest_step(Path(config.run.dir) / "checkpoints")
     hosts.assert_equal("newest checkpoint in run.dir", lambda: newest)
     for name, compute in _contents(config, model, questions, is_fresh=newest is None).items():
@@ -96,34 +157,66 @@ def check_same(config: Config, model: Model, questions: Sequence[Question], host
 
 
 def describe_policy(source: PolicySource) -> dict[str, Any]:
-    """Return a policy on disk as plain values; `modified` (ns) tells versions of one place apart."""
+    """Describe a policy on disk by plain values.
+
+    Args:
+        source: The policy.
+
+    Returns:
+        `kind`, `path` and `step`, and `modified`: the newest time of its files in nanoseconds since the
+        epoch, by which policies that were written to the same path differ. It is 0 if there are no files.
+    """
     step = source.step
     if source.kind == "snapshot":
         from calibadv_jax.snapshots.publish import snapshot_version
 
         step = snapshot_version(source.path)
-    path = source.path / str(step) if source.kind == "checkpoint" else source.path
+    path = source.path
+    if source.kind == "checkpoint":
+        path = source.path / str(step)
     files = [path, *path.glob("*.safetensors")]
-    modified = max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)
-    return {"kind": source.kind, "path": str(source.path), "step": step, "modified": modified}
+    times = [file.stat().st_mtime_ns for file in files if file.exists()]
+    return {
+        "kind": source.kind,
+        "path": str(source.path),
+        "step": step,
+        "modified": max(times, default=0),
+    }
 
 
 def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -> dict[str, Any]:
-    """Return the retriever as plain values; empty where nothing is searched.
+    """Describe the retriever by plain values.
 
-    A running service describes itself, or is its address if it names no corpus; UserError if it cannot be
-    reached. A service that is started here is its corpus and its pages, with the times of the files.
+    Args:
+        config: The section `retriever`.
+        warn: Gets a line while a running service is waited for.
+
+    Returns:
+        What a running service says of its index, and its URL if it names no corpus. For a service that is
+        started here, the paths of its corpus and its pages, and the times of these files in nanoseconds since
+        the epoch. Empty if nothing is searched.
+
+    Raises:
+        UserError: A running service cannot be reached.
     """
     if config.url == NO_RETRIEVER:
         return {}
     if config.url:
         client = RetrieverClient(config, config.url, warn)
         index = index_identity(client.health())
-        return index if {"identity", "corpus_sha256"} & index.keys() else index | {"url": redact(client.url)}
-    files: dict[str, Any] = {}
-    for name, key, path in (("corpus", "modified", config.corpus), ("pages", "pages_modified", config.pages)):
-        if path or name == "corpus":
-            files[name] = str(Path(path))
-            if Path(path).is_file():
-                files[key] = Path(path).stat().st_mtime_ns
-    return files
+        names_corpus = "identity" in index or "corpus_sha256" in index
+        if names_corpus:
+            return index
+        return index | {"url": redact(client.url)}
+    description: dict[str, Any] = {"corpus": str(Path(config.corpus))}
+    _add_time(description, "modified", Path(config.corpus))
+    if config.pages:
+        description["pages"] = str(Path(config.pages))
+        _add_time(description, "pages_modified", Path(config.pages))
+    return description
+
+
+def _add_time(description: dict[str, Any], key: str, file: Path) -> None:
+    """Add the time of a file, in nanoseconds since the epoch, if it exists."""
+    if file.is_file():
+        description[key] = file.stat().st_mtime_ns

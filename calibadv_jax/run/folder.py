@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from calibadv_jax.config import Config, SftPhase, ToolConfig, dump_config, known_keys
+from calibadv_jax.config import Config, dump_config, known_keys
 from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
-from calibadv_jax.config.keys import among, marked
-from calibadv_jax.config.load import kept_values, with_references
-from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.config.keys import among
+from calibadv_jax.config.load import kept_values
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
@@ -20,6 +19,15 @@ from calibadv_jax.core.trajectory import Question
 from calibadv_jax.metrics.console import table
 from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.rollout_store.schema import kept_steps
+from calibadv_jax.run.comparison import (
+    COLD_START_KEYS,
+    TUNED,
+    changed_keys,
+    differences,
+    is_binding,
+    offers_same,
+    with_defaults,
+)
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import BASE, Model, base_of
 from calibadv_jax.services.retriever_client import difference
@@ -30,11 +38,20 @@ from calibadv_jax.snapshots.huggingface import copy_tokenizer
 if TYPE_CHECKING:
     from calibadv_jax.snapshots.mirror import Mirror
 
-UNLEARNED, LEARNED, TUNED = marked(Mark.UNLEARNED), marked(Mark.LEARNED), marked(Mark.TUNED)
-COLD_START_KEYS = marked(Mark.COLD_START)
-SERVICE = "retriever.content"  # the index; compared when the service answers, by `check_service`
-SERVICE_FILE = "retriever.json"  # in the run's folder: how the retrieval service described its index
-COLD_START = "sft.yaml"  # the config of the cold start
+SERVICE = "retriever.content"  # Name of the index, which `check_service` compares when the service answers.
+SERVICE_FILE = "retriever.json"  # File in the run's folder: how the retrieval service described its index.
+COLD_START = "sft.yaml"  # File in the run's folder: the config of the cold start.
+MAX_CELL = 40  # Characters of a value in the table of changes.
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference between a start and the one before it."""
+
+    name: str  # dotted key, or name of a hash in `IDENTITY`
+    old: Any
+    new: Any
+    is_binding: bool  # whether it makes the run another experiment
 
 
 def enter_run_folder(
@@ -44,11 +61,22 @@ def enter_run_folder(
     say: Callable[[str], None],
     mirror: Mirror | None = None,
 ) -> Path:
-    """Return the run's folder, with this start's ``configs/N.yaml``, and the policy's config and tokenizer.
+    """Write this start's ``configs/N.yaml``, and the policy's config and tokenizer, to the run's folder.
 
-    Everything is checked before anything is written, or fetched from the `mirror`, whose configs and inputs
-    are here already. `config` lacks the addresses of services that this start itself began. Raises UserError
-    if the folder holds another experiment, must not be resumed, or cannot be written.
+    Everything is checked before anything is written, or fetched from the mirror.
+
+    Args:
+        config: The config to keep, without the addresses of services that this start itself began.
+        model: The run's model.
+        questions: The training questions whose prompts fit.
+        say: Gets lines for the terminal.
+        mirror: The run's mirror, whose configs and inputs are here already; its checkpoints are fetched.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: The folder holds another experiment, must not be resumed, or cannot be written.
     """
     folder = Path(config.run.dir)
     identity = run_identity(config, model, questions)
@@ -62,19 +90,25 @@ def enter_run_folder(
         _say_history(folder, say)
     try:
         add_start(folder, dump_config(config), identity)
-        policy, base = folder / "policy", base_of(config, model, config.policy.path)
-        policy.mkdir(exist_ok=True)
-        if base:
-            base.write(policy)
-        else:
-            (policy / BASE).unlink(missing_ok=True)
-        write_json(policy / "config.json", model.hf_config)
-        copy_tokenizer(model.tokenizer_folder, policy)
+        _write_policy_files(config, model, folder / "policy")
         hub.write_pins(folder, model.pins)
     except OSError as error:
-        reason = f"{error.strerror}: {error.filename}"
-        raise UserError(f"run.dir={folder} cannot be written ({reason}); choose another folder") from error
+        raise UserError(
+            f"run.dir={folder} cannot be written ({error.strerror}: {error.filename}); choose another folder"
+        ) from error
     return folder
+
+
+def _write_policy_files(config: Config, model: Model, folder: Path) -> None:
+    """Write config.json and the tokenizer, and with adapters base.json, for readers of the checkpoints."""
+    base = base_of(config, model, config.policy.path)
+    folder.mkdir(exist_ok=True)
+    if base:
+        base.write(folder)
+    else:
+        (folder / BASE).unlink(missing_ok=True)
+    write_json(folder / "config.json", model.hf_config)
+    copy_tokenizer(model.tokenizer_folder, folder)
 
 
 def holds_training(folder: Path) -> bool:
@@ -83,20 +117,35 @@ def holds_training(folder: Path) -> bool:
 
 
 def _logged_steps(folder: Path) -> set[int]:
+    """Return the steps that have a row of metrics."""
     path = folder / "metrics.jsonl"
-    return {row["step"] for row in read_metrics(path)} if path.is_file() else set()
+    if not path.is_file():
+        return set()
+    return {row["step"] for row in read_metrics(path)}
 
 
 def _say_history(folder: Path, say: Callable[[str], None]) -> None:
+    """Say how many steps were trained after the newest checkpoint, and are trained again."""
     saved = newest_step(folder / "checkpoints") or 0
-    if again := sum(step > saved for step in _logged_steps(folder) | kept_steps(folder).keys()):
-        newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
-        count = "1 step is" if again == 1 else f"{again} steps are"
-        say(f"{count} trained again: {newest} (checkpoint.every)")
+    trained = _logged_steps(folder) | kept_steps(folder).keys()
+    num_repeated = sum(step > saved for step in trained)
+    if not num_repeated:
+        return
+    count = "1 step is" if num_repeated == 1 else f"{num_repeated} steps are"
+    newest = f"the newest checkpoint is that of step {saved}" if saved else "there is no checkpoint yet"
+    say(f"{count} trained again: {newest} (checkpoint.every)")
 
 
 def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
-    """Refuse (UserError) a cold start in sft.output with other settings, `may_differ` apart."""
+    """Check that sft.output holds the cold start that the config describes.
+
+    Args:
+        config: The config of the run that begins with it.
+        may_differ: Keys and sections that are not compared.
+
+    Raises:
+        UserError: The cold start had other settings. Without a kept config nothing is compared.
+    """
     path = Path(config.run.dir) / COLD_START
     if not path.is_file():
         return
@@ -105,158 +154,146 @@ def check_cold_start(config: Config, may_differ: Sequence[str] = ()) -> None:
     now = with_defaults(rebase_paths(kept_values(config), path.parent))
     if config.sft.pack_length is None:  # the cold start has chosen it
         now["sft"]["pack_length"] = before["sft"]["pack_length"]
-    if changed := changed_keys(before, now, COLD_START_KEYS, may_differ):
-        fault = f"holds a cold start with other settings ({', '.join(changed)})"
-        raise UserError(f"{config.sft.output}: {fault}; choose another run.dir, or remove the folder")
+    changed = changed_keys(before, now, COLD_START_KEYS, may_differ)
+    if changed:
+        raise UserError(
+            f"{config.sft.output}: holds a cold start with other settings ({', '.join(changed)}); choose"
+            " another run.dir, or remove the folder"
+        )
 
 
 def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> None:
-    """Compare the retrieval service, by its health reply, with the last start's, and keep its description.
+    """Check that the retrieval service has the index of the last start, and keep its description.
 
-    Raises UserError if the folder holds steps that were trained with another index, and
-    checkpoint.allow_change names neither retriever.content nor its section; or it cannot be written.
+    Args:
+        config: The run's config. If checkpoint.allow_change names retriever.content or its section, any index
+            is accepted.
+        folder: The run's folder.
+        state: The reply of the service's health endpoint.
+
+    Raises:
+        UserError: The folder holds steps that were trained with another index, or cannot be written.
     """
     path = folder / SERVICE_FILE
     if holds_training(folder) and not among(config.checkpoint.allow_change, SERVICE):
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:  # an earlier version wrote none
-            before = index_identity(state)
-        except ValueError as error:
-            fault = "damaged, so that the index of the last start is not known"
-            advice = "remove it to accept the service that is there now"
-            raise UserError(f"{path}: {fault}; {advice}") from error
-        if other := difference(before, state):
-            fault = f"the retrieval service has another index than at the last start ({other})"
-            advice = f"choose another run.dir, or accept it: checkpoint.allow_change=[{SERVICE}]"
-            raise UserError(f"run.dir={folder}: {fault}; serve that index, {advice}")
+        _check_index(path, state)
     try:
         write_json(path, index_identity(state))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
+def _check_index(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse (UserError) an index that differs from the one described in the file."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # earlier versions of this project wrote no such file
+        return
+    except ValueError as error:
+        raise UserError(
+            f"{path}: damaged, so that the index of the last start is not known; remove it to accept the"
+            " service that is there now"
+        ) from error
+    other = difference(before, state)
+    if other:
+        raise UserError(
+            f"run.dir={path.parent}: the retrieval service has another index than at the last start"
+            f" ({other}); serve that index, choose another run.dir, or accept it:"
+            f" checkpoint.allow_change=[{SERVICE}]"
+        )
+
+
 def _check_resume(
     config: Config, identity: Mapping[str, str], say: Callable[[str], None], is_newer: bool
 ) -> None:
-    folder, allowed = Path(config.run.dir), config.checkpoint.allow_change
+    """Refuse (UserError) to continue the folder's run if this start makes another experiment of it."""
+    folder = Path(config.run.dir)
+    allowed = config.checkpoint.allow_change
     keys = known_keys().keys() | {*IDENTITY, SERVICE}
-    if unknown := [name for name in allowed if name not in keys]:
-        fault = f"checkpoint.allow_change names {unknown[0]!r}, which is no key"
-        raise UserError(f"{fault}; see docs/configuration.md")
-    if (is_newer or saved_steps(folder / "checkpoints")) and not config.checkpoint.resume:
+    for name in allowed:
+        if name not in keys:
+            raise UserError(
+                f"checkpoint.allow_change names {name!r}, which is no key; see docs/configuration.md"
+            )
+    holds_checkpoints = is_newer or saved_steps(folder / "checkpoints")
+    if holds_checkpoints and not config.checkpoint.resume:
         place = f"run.mirror={config.run.mirror}" if is_newer else f"run.dir={folder}"
-        fault = f"{place} holds checkpoints, and checkpoint.resume is false"
-        raise UserError(f"{fault}; choose another place, or remove it")
+        raise UserError(
+            f"{place} holds checkpoints, and checkpoint.resume is false; choose another place, or remove it"
+        )
     start = newest_start(folder)
     if start is None:
-        fault = f"run.dir={folder} holds trained steps, but their configs/ is lost"
-        raise UserError(f"{fault}; choose another run.dir")
-    changes = list(_changes(start, config, identity))
-    refused = [name for name, _, _, binds in changes if binds and not among(allowed, name)]
-    rows = [
-        [name, _short(old), _short(new), "refused" if name in refused else "accepted"]
-        for name, old, new, _ in changes
-    ]
+        raise UserError(
+            f"run.dir={folder} holds trained steps, but their configs/ is lost; choose another run.dir"
+        )
+    refused = []
+    rows = []
+    for change in _changes(start, config, identity):
+        verdict = "accepted"
+        if change.is_binding and not among(allowed, change.name):
+            verdict = "refused"
+            refused.append(change.name)
+        rows.append([change.name, _short(change.old), _short(change.new), verdict])
     if rows:
         say(table(rows, ["changed since the last start", "then", "now", ""]))
     if refused:
-        # Of data.weights.nq, for example, the key is data.weights.
-        owners = [max((key for key in keys if among([key], name)), key=len, default=name) for name in refused]
-        _refuse(config, start, list(dict.fromkeys(owners)))
+        owners = dict.fromkeys(_owning_key(name, keys) for name in refused)
+        _refuse(config, start, list(owners))
 
 
-def _changes(
-    start: Start, config: Config, identity: Mapping[str, str]
-) -> Iterator[tuple[str, Any, Any, bool]]:
-    """Yield (dotted key, value then, value now, whether it makes another experiment)."""
+def _owning_key(name: str, keys: Iterable[str]) -> str:
+    """Return the config key of a changed value: data.weights of data.weights.nq, for example."""
+    owners = [key for key in keys if among([key], name)]
+    return max(owners, key=len, default=name)
+
+
+def _changes(start: Start, config: Config, identity: Mapping[str, str]) -> list[Change]:
+    """Return what differs between the last start and this one."""
     now = with_defaults(rebase_paths(kept_values(config), Path(config.run.dir)))
     before = with_defaults(start.config)
+    changes = []
     for name, old, new in differences(before, now):
-        is_equal = name == "tools" and offers_same(before, now)
-        yield name, old, new, is_binding(name, config) and not is_equal
-    both = start.identity.keys() & identity.keys()
+        binds = is_binding(name, config)
+        if name == "tools" and offers_same(before, now):
+            binds = False
+        changes.append(Change(name, old, new, binds))
+    in_both = start.identity.keys() & identity.keys()
     for name, old, new in differences(start.identity, identity):
-        if name not in OPTIONAL or name in both:
-            yield name, old, new, True
+        if name not in OPTIONAL or name in in_both:
+            changes.append(Change(name, old, new, is_binding=True))
+    return changes
 
 
 def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
-    folder, mirror, names = Path(config.run.dir), config.run.mirror, ", ".join(refused)
+    """Raise the error for a start with other values of the `refused` keys and hashes."""
+    names = ", ".join(refused)
     lost = [name for name in refused if name in IDENTITY and not start.identity]
-    why, place, hint = f"{names} changed (table above)", f"run.dir={folder}", "choose another run.dir"
+    reason = f"{names} changed (table above)"
     if "learner.steps" in refused:
-        why += ": the learning rate falls over learner.steps, unless decay_updates was set or it is constant"
+        reason += (
+            ": the learning rate falls over learner.steps, unless decay_updates was set or it is constant"
+        )
     if lost:
-        why += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
-    if mirror:
-        place, hint = f"{place} or run.mirror={mirror}", f"{hint} and another run.mirror"
-    if lost == list(refused) or all(among(TUNED, name) for name in refused):
+        reason += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
+    place = f"run.dir={Path(config.run.dir)}"
+    hint = "choose another run.dir"
+    if config.run.mirror:
+        place += f" or run.mirror={config.run.mirror}"
+        hint += " and another run.mirror"
+    is_tuning = all(among(TUNED, name) for name in refused)
+    if lost == list(refused) or is_tuning:
         hint += f", or go on with this run all the same: checkpoint.allow_change=[{names}]"
-    raise UserError(f"{place} holds another experiment: {why}; {hint}")
-
-
-def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kept config with defaults of newer keys, and references for values of earlier versions."""
-    config: dict[str, Any] = _merged(dataclasses.asdict(Config()), values)
-    phase, tool = dataclasses.asdict(SftPhase()), dataclasses.asdict(ToolConfig("search")) | {"name": ""}
-    config["sft"]["phases"] = [phase | values for values in config["sft"]["phases"]]
-    tools = [{"name": entry} if isinstance(entry, str) else entry for entry in config["tools"]]
-    config["tools"] = [tool | values for values in tools]
-    return with_references(config)
-
-
-def _merged(defaults: Any, values: Any) -> Any:
-    if not (isinstance(defaults, Mapping) and isinstance(values, Mapping)):
-        return values
-    return {**defaults, **{name: _merged(defaults.get(name), value) for name, value in values.items()}}
-
-
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value before, value now) of every key that differs; None if a side lacks it."""
-    for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name), now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield prefix + name, old, new
-
-
-def offers_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two configs' actions differ only in addresses and timeouts; tools have a hash."""
-
-    def offer(tool: Mapping[str, Any]) -> dict[str, Any]:
-        server = tool["mcp"] and {"timeout": 0, "patience": 0, "url": bool(tool["mcp"]["url"])}
-        return {**tool, "timeout": 0, "mcp": server and {**tool["mcp"], **server}}
-
-    return [offer(tool) for tool in before["tools"]] == [offer(tool) for tool in now["tools"]]
-
-
-def changed_keys(
-    before: Mapping[str, Any], now: Mapping[str, Any], compared: Sequence[str], free: Sequence[str]
-) -> list[str]:
-    """Return the keys among `compared`, but not among `free`, that differ between two configs."""
-    return [
-        name
-        for name, _, _ in differences(before, now)
-        if among(compared, name) and not among(free, name)
-        if name != "tools" or not offers_same(before, now)
-    ]
-
-
-def is_binding(name: str, config: Config) -> bool:
-    """Whether a change of this key makes a resumed run another experiment."""
-    if name == "learner.steps":  # a longer run is the same one, unless a rate depends on the length
-        critic = [config.critic.optimizer] if config.advantage.has_critic else []
-        optimizers = [config.learner.optimizer, *critic]
-        return any(each.schedule != "constant" and not each.decay_updates for each in optimizers)
-    if among(["policy.init"], name):
-        return not config.policy.path
-    return among(LEARNED, name) or not among(UNLEARNED, name)
+    raise UserError(f"{place} holds another experiment: {reason}; {hint}")
 
 
 def _short(value: Any) -> str:
-    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:36]}…"
+    """Return a value as text for a cell of the table of changes."""
+    if value is None:
+        text = "-"
+    elif isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value)
+    if len(text) <= MAX_CELL:
+        return text
+    return f"{text[: MAX_CELL - 4]}…"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
 
-BACKEND = transformers.TokenizersBackend  # reads tokenizer.json as it is
-# A tokenizer must keep spaces, digits, accents, Chinese and newlines.
-# Words are apart by white space, so that a tokenizer of whole words may put spaces around punctuation.
+BACKEND = transformers.TokenizersBackend  # The class that reads tokenizer.json without changing it.
+# Texts that a tokenizer must keep: spaces, digits, accents, Chinese and newlines. White space separates the
+# words, because a tokenizer of whole words may put spaces around punctuation.
 PROBES = ("who wrote it in the city", "1291 and 12345", "Zürich café", "北京 大学", "a\nb\n\nc")
-BASE = "base.json"  # beside the config.json and the tokenizer of a run
+BASE = "base.json"  # File beside the config.json and the tokenizer of a run with adapters.
 MOVED = f"set its folder in the run's policy/{BASE}"
 
 
@@ -44,7 +44,7 @@ class Model:
     tokenizer: Any
     tokenizer_folder: Path
     mesh: Mesh
-    pins: tuple[hub.Pin, ...] = ()  # of the repositories that policy and tokenizer come from
+    pins: tuple[hub.Pin, ...] = ()  # commits of the repositories that policy and tokenizer come from
 
     @property
     def tokenizer_hash(self) -> str:
@@ -53,108 +53,173 @@ class Model:
 
 
 def build_model(config: Config, path: str, adapters: Adapters | None = None) -> Model:
-    """Return the model of a HuggingFace folder, or of policy.init if `path` is empty.
+    """Return the model of a HuggingFace folder or of policy.init, without parameters.
 
-    `path` is a folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION. Raises UserError if
-    neither is given or usable, or rollout.max_length exceeds the policy's positions.
+    Args:
+        config: The run's config.
+        path: A folder, or a repository of the hub: OWNER/NAME or OWNER/NAME@REVISION. Empty: policy.init.
+        adapters: The LoRA adapters of the policy; None: every parameter is trained.
+
+    Returns:
+        The model on the mesh of the config.
+
+    Raises:
+        UserError: Neither `path` nor policy.init is given or usable, the tokenizer does not fit the policy,
+            or rollout.max_length exceeds the policy's positions.
     """
     source, pins = find_folder(config, path)
     if not path and not config.policy.init:
         raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
     hf_config = read_hf_config(source) if path else dict(config.policy.init)
-    folder, more_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
-    tokenizer = load_tokenizer(folder)
+    tokenizer_folder, tokenizer_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
+    tokenizer = load_tokenizer(tokenizer_folder)
     vocab_size = hf_config.setdefault("vocab_size", len(tokenizer))
     if vocab_size < len(tokenizer):
-        fault = f"the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is {vocab_size}"
-        raise UserError(f"{folder}: {fault}; use the tokenizer that belongs to the policy")
-    # Kept by snapshots and exports.
+        raise UserError(
+            f"{tokenizer_folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
+            f" {vocab_size}; use the tokenizer that belongs to the policy"
+        )
+    # Snapshots and exports keep the ids in their config.json.
     hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
     origin = f"{source}/config.json" if path else "policy.init"
-    architecture, numerics = architecture_from_hf(hf_config, origin), Numerics.from_config(config.policy)
-    positions, length = hf_config.get("max_position_embeddings"), config.rollout.max_length
-    if positions is not None and length > int(positions):
-        fault = f"the policy knows positions up to {positions} (max_position_embeddings)"
-        raise UserError(f"{origin}: {fault}, but rollout.max_length is {length}; lower it")
+    architecture = architecture_from_hf(hf_config, origin)
+    numerics = Numerics.from_config(config.policy)
+    _check_positions(hf_config, config.rollout.max_length, origin)
     policy = Policy(architecture, numerics, adapters)
-    return Model(policy, hf_config, tokenizer, folder, make_mesh(config.mesh), tuple({*pins, *more_pins}))
+    mesh = make_mesh(config.mesh)
+    all_pins = tuple({*pins, *tokenizer_pins})
+    return Model(policy, hf_config, tokenizer, tokenizer_folder, mesh, all_pins)
+
+
+def _check_positions(hf_config: Mapping[str, Any], length: int, origin: str) -> None:
+    """Refuse (UserError) trajectories that are longer than the policy's positions."""
+    positions = hf_config.get("max_position_embeddings")
+    if positions is not None and length > int(positions):
+        raise UserError(
+            f"{origin}: the policy knows positions up to {positions} (max_position_embeddings), but"
+            f" rollout.max_length is {length}; lower it"
+        )
 
 
 def find_folder(
     config: Config, name: str, with_weights: bool = False, resolved: Sequence[hub.Pin] = ()
 ) -> tuple[Path, tuple[hub.Pin, ...]]:
-    """Return the folder of a policy or tokenizer, and the pin of its repository if it is on the hub.
+    """Return the folder of a policy or tokenizer; a repository of the hub is fetched.
 
-    The commit is the one that the run's folder, or this process (`resolved`), has pinned. Raises UserError if
-    the repository cannot be fetched, or policy.revision is set for a folder.
+    Args:
+        config: The run's config. If the run's folder has pinned a commit of the repository, that one is used.
+        name: A folder or a repository.
+        with_weights: Whether the weights are fetched, too.
+        resolved: Commits that this process has chosen already, which the run's folder may not name yet.
+
+    Returns:
+        The folder, and the pinned commit if `name` is a repository.
+
+    Raises:
+        UserError: The repository cannot be fetched, its revision is named twice, or policy.revision is set
+            for a folder.
     """
     configured = config.policy.revision if name == config.policy.path else ""
     if not hub.is_repository(name):
         if name and configured:
-            fault = f"policy.revision is {configured!r}, but policy.path={name} is a folder"
-            raise UserError(f"{fault}: leave policy.revision empty, or name a repository OWNER/NAME")
+            raise UserError(
+                f"policy.revision is {configured!r}, but policy.path={name} is a folder: leave"
+                " policy.revision empty, or name a repository OWNER/NAME"
+            )
         return Path(name), ()
-    repository, _, revision = name.partition("@")
-    if revision and configured:
+    repository, _, named = name.partition("@")
+    if named and configured:
         raise UserError(f"policy.path={name} and policy.revision both name a revision: leave one out")
-    revision = revision or configured or "main"
-    pins = {(pin.repository, pin.revision): pin for pin in (*hub.read_pins(Path(config.run.dir)), *resolved)}
-    pin = pins.get((repository, revision)) or hub.resolve(repository, revision)
-    return hub.fetch_model(pin, with_weights), (pin,)
+    revision = named or configured or "main"
+    pins = {}
+    for pin in (*hub.read_pins(Path(config.run.dir)), *resolved):
+        pins[pin.repository, pin.revision] = pin
+    pinned = pins.get((repository, revision)) or hub.resolve(repository, revision)
+    return hub.fetch_model(pinned, with_weights), (pinned,)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
     """Return a HuggingFace tokenizer that can write and end the protocol's turns.
 
-    Raises UserError if there is none, it has no end-of-text token, or text does not survive a round trip.
+    Args:
+        folder: Folder of the tokenizer's files.
+
+    Raises:
+        UserError: There is no tokenizer, it has no end-of-text token, or encoding and decoding loses text.
     """
     folder = Path(folder)
     if not has_tokenizer(folder):
         # transformers would make an empty tokenizer of a model's folder.
-        advice = "set policy.tokenizer or policy.path to a folder with them"
-        raise UserError(f"{folder}: no tokenizer files there; {advice}")
-    # A tokenizer saved as TokenizersBackend is complete in tokenizer.json. Beside a config.json of model_type
-    # qwen2 AutoTokenizer would take Qwen's own class, which splits text otherwise; and it may import torch.
-    path = folder / "tokenizer_config.json"
-    saved_as = read_json(path).get("tokenizer_class") if path.is_file() else None
-    kind = BACKEND if saved_as == BACKEND.__name__ else transformers.AutoTokenizer
+        raise UserError(
+            f"{folder}: no tokenizer files there; set policy.tokenizer or policy.path to a folder with them"
+        )
+    tokenizer_class = _tokenizer_class(folder)
     try:
-        tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = tokenizer_class.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises nothing narrower for a file that it cannot read
-        reason = f"no tokenizer can be loaded: {' '.join(str(error).split())}"
         if "trust_remote_code" in str(error):
-            advice = "set policy.tokenizer to a folder with a tokenizer.json and no auto_map"
-            reason = f"its tokenizer is a program of its own (auto_map), which is never run; {advice}"
-        raise UserError(f"{folder}: {reason}") from error
+            raise UserError(
+                f"{folder}: its tokenizer is a program of its own (auto_map), which is never run; set"
+                " policy.tokenizer to a folder with a tokenizer.json and no auto_map"
+            ) from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder}: no tokenizer can be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"{folder}: the tokenizer has no eos_token; add one to tokenizer_config.json")
     _check_round_trip(tokenizer, folder)
     return tokenizer
 
 
+def _tokenizer_class(folder: Path) -> Any:
+    """Return the class of transformers that reads a folder's tokenizer.
+
+    A tokenizer saved as TokenizersBackend is complete in tokenizer.json. Beside a config.json of model_type
+    qwen2, AutoTokenizer would choose Qwen's own class, which splits text differently and may import torch.
+    """
+    path = folder / "tokenizer_config.json"
+    if path.is_file() and read_json(path).get("tokenizer_class") == BACKEND.__name__:
+        return BACKEND
+    return transformers.AutoTokenizer
+
+
 def _check_round_trip(tokenizer: Any, folder: Path) -> None:
-    if changed := changed_probe(tokenizer):
+    """Refuse (UserError) a tokenizer that loses text or a tag of the protocol."""
+    changed = changed_probe(tokenizer)
+    if changed:
         text, decoded = changed
-        fault = f"the tokenizer, read as {type(tokenizer).__name__}, loses text: {text!r} becomes {decoded!r}"
-        place = f"tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there"
-        raise UserError(f"{folder}: {fault}; set {place}, or policy.tokenizer to another folder")
+        raise UserError(
+            f"{folder}: the tokenizer, read as {type(tokenizer).__name__}, loses text: {text!r} becomes"
+            f" {decoded!r}; set tokenizer_class to {BACKEND.__name__} in tokenizer_config.json there, or"
+            " policy.tokenizer to another folder"
+        )
     for tag in TAGS:
         if tag not in decode(tokenizer, encode(tokenizer, f"{tag} a")):
-            fault = f"the tokenizer cannot write {tag}: encoding and decoding loses it"
-            raise UserError(f"{folder}: {fault}; add the eight protocol tags as tokens")
+            raise UserError(
+                f"{folder}: the tokenizer cannot write {tag}: encoding and decoding loses it; add the eight"
+                " protocol tags as tokens"
+            )
 
 
 def changed_probe(tokenizer: Any) -> tuple[str, str] | None:
-    """Return the first of the `PROBES` that decode(encode(text)) changes, and the decoded text; None if none.
+    """Return the first text of `PROBES` that encoding and decoding changes.
 
     Case, the length of white space and compatible forms of a letter are ignored, as in rewards. Words may
-    become the unknown token, but must stay apart.
+    become the unknown token, but must stay separate.
+
+    Args:
+        tokenizer: A HuggingFace tokenizer.
+
+    Returns:
+        The text and the decoded text; None if no text changes.
     """
     for text in PROBES:
         decoded = decode(tokenizer, encode(tokenizer, text))
-        words, expected = _folded_words(decoded), _folded_words(text)
+        words = _folded_words(decoded)
+        expected = _folded_words(text)
+        if words == expected:
+            continue
         has_unknown = tokenizer.unk_token is not None and tokenizer.unk_token in decoded
-        if words != expected and not (has_unknown and len(words) >= len(expected)):
+        if not has_unknown or len(words) < len(expected):
             return text, decoded
     return None
 
@@ -164,12 +229,27 @@ def _folded_words(text: str) -> list[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has files of a tokenizer."""
     return any(folder.glob("tokenizer*")) or any(folder.glob("vocab*"))
 
 
 def initial_params(config: Config, model: Model, path: str) -> Params:
-    """Return the parameters of a HuggingFace folder or repository, or random ones, with their adapters."""
-    policy, mesh, init_from = model.policy, model.mesh, config.policy.lora.init_from
+    """Return the parameters that training begins with, including those of the adapters.
+
+    Args:
+        config: The run's config.
+        model: The run's model.
+        path: A HuggingFace folder or repository; empty: random parameters from run.seed.
+
+    Returns:
+        The parameters in the policy's precision and shardings.
+
+    Raises:
+        UserError: The weights or the adapters of policy.lora.init_from cannot be loaded, or do not fit.
+    """
+    policy = model.policy
+    mesh = model.mesh
+    init_from = config.policy.lora.init_from
     if not path:
         params = init_params(policy, mesh, config.run.seed)
     else:
@@ -185,10 +265,23 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
 
 
 def base_of(config: Config, model: Model, path: str) -> AdapterBase | None:
-    """Return the base of a run's adapters, given its folder or repository; None without adapters."""
-    adapters, seed = Adapters.from_config(config.policy.lora), config.run.seed
+    """Return the frozen base of a run's adapters.
+
+    Args:
+        config: The run's config.
+        model: The run's model.
+        path: The base's folder or repository; empty: random parameters from run.seed.
+
+    Returns:
+        The base; None if the run has no adapters.
+
+    Raises:
+        UserError: The base cannot be fetched or read.
+    """
+    adapters = Adapters.from_config(config.policy.lora)
     if adapters is None:
         return None
+    seed = config.run.seed
     if not path:
         return AdapterBase("", "", "", seed, adapters)
     folder, _ = find_folder(config, path, with_weights=True, resolved=model.pins)
@@ -200,52 +293,88 @@ class AdapterBase:
     """The frozen model of a run's adapters: checkpoints name it, and do not hold it."""
 
     name: str  # policy.path; empty: random parameters
-    folder: str  # where it lies, absolute; empty: random parameters
+    folder: str  # its absolute path; empty: random parameters
     sha256: str  # `weights_hash` of the folder; empty: random parameters
-    seed: int  # of the random parameters
+    seed: int  # seed of the random parameters
     adapters: Adapters
 
     def params(self, policy: Policy, mesh: Mesh) -> Params:
-        """Return the sharded parameters without adapters; UserError if missing or of another model."""
+        """Return the base's parameters, without adapters.
+
+        Args:
+            policy: The policy whose precision and shardings the parameters get.
+            mesh: The devices.
+
+        Raises:
+            UserError: The folder is missing or holds another model.
+        """
         if not self.folder:
-            return split(init_params(policy, mesh, self.seed))[0]
+            base, _ = split(init_params(policy, mesh, self.seed))
+            return base
         folder = Path(self.folder)
-        base = "the base of these adapters"
         if not folder.is_dir():
-            raise UserError(f"{folder}: {base} ({self.name}) is not there; put it there, or {MOVED}")
+            raise UserError(
+                f"{folder}: the base of these adapters ({self.name}) is not there; put it there, or {MOVED}"
+            )
         if weights_hash(folder) != self.sha256:
-            fault = f"another model than {base} ({self.name}, sha256 {self.sha256[:12]})"
-            raise UserError(f"{folder}: {fault}; put that one there, or {MOVED}")
+            raise UserError(
+                f"{folder}: another model than the base of these adapters ({self.name}, sha256"
+                f" {self.sha256[:12]}); put that one there, or {MOVED}"
+            )
         return load_params(folder, policy, mesh)
 
     def shared(self) -> dict[str, Any] | None:
-        """Return the metadata for snapshots of the adapters alone; None for random parameters."""
+        """Return the metadata for snapshots that hold the adapters alone; None for random parameters."""
         if not self.folder:
             return None
-        precision = {"base_dtype": self.adapters.base_dtype, "scale": self.adapters.scale}
-        return {"folder": self.folder, "sha256": self.sha256} | precision
+        return {
+            "folder": self.folder,
+            "sha256": self.sha256,
+            "base_dtype": self.adapters.base_dtype,
+            "scale": self.adapters.scale,
+        }
 
     def write(self, folder: Path) -> None:
-        """Write base.json beside config.json and tokenizer; the path of a base inside the run is relative."""
-        place, run = self.folder, folder.absolute().parent
-        if place and Path(place).is_relative_to(run):
-            place = str(Path("..") / Path(place).relative_to(run))
-        write_json(folder / BASE, asdict(self) | {"folder": place})
+        """Write base.json.
+
+        Args:
+            folder: The folder of config.json and the tokenizer: ``policy`` in the run's folder. The path of a
+                base inside the run's folder is written relative to it, so that the run can be moved.
+        """
+        base_folder = self.folder
+        run_folder = folder.absolute().parent
+        if base_folder and Path(base_folder).is_relative_to(run_folder):
+            base_folder = str(Path("..") / Path(base_folder).relative_to(run_folder))
+        write_json(folder / BASE, asdict(self) | {"folder": base_folder})
 
 
 def read_base(folder: Path) -> AdapterBase | None:
-    """Read base.json of a run's ``policy`` folder; None without adapters; UserError if damaged."""
+    """Read base.json.
+
+    Args:
+        folder: The ``policy`` folder of a run.
+
+    Returns:
+        The base of the run's adapters; None if it has none.
+
+    Raises:
+        UserError: The file is damaged.
+    """
     path = folder / BASE
     if not path.is_file():
         return None
     values: dict[str, Any] = read_json(path)
     try:
-        place = values["folder"] and str((folder / values["folder"]).resolve())
-        adapters = values["adapters"] | {"targets": tuple(values["adapters"]["targets"])}
-        return AdapterBase(**values | {"folder": place, "adapters": Adapters(**adapters)})
+        base_folder = values["folder"]
+        if base_folder:
+            base_folder = str((folder / base_folder).resolve())
+        fields = values["adapters"]
+        adapters = Adapters(**fields | {"targets": tuple(fields["targets"])})
+        return AdapterBase(**values | {"folder": base_folder, "adapters": adapters})
     except (KeyError, TypeError) as error:
-        advice = "train on for a step, which writes it again, or copy it from a backup"
-        raise UserError(f"{path}: damaged ({error}); {advice}") from error
+        raise UserError(
+            f"{path}: damaged ({error}); train on for a step, which writes it again, or copy it from a backup"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -254,29 +383,37 @@ class PolicySource:
 
     path: Path
     kind: str  # "huggingface", "checkpoint", "snapshot"
-    step: int | None = None  # of a checkpoint; None: the newest of the folder `path`
+    step: int | None = None  # step of a checkpoint; None: the newest of the folder `path`
 
     def __str__(self) -> str:
         if self.kind == "checkpoint":
-            which = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
-            return f"{which} in {self.path}"
-        return f"{'snapshot' if self.kind == 'snapshot' else 'HuggingFace folder'} {self.path}"
+            checkpoint = "the newest checkpoint" if self.step is None else f"checkpoint {self.step}"
+            return f"{checkpoint} in {self.path}"
+        if self.kind == "snapshot":
+            return f"snapshot {self.path}"
+        return f"HuggingFace folder {self.path}"
 
     @property
     def model_folder(self) -> Path:
         """The folder of config.json and tokenizer: ``policy`` in a run."""
-        parents = {"checkpoint": self.path.parent, "snapshot": self.path.parent.parent}
-        return parents[self.kind] / "policy" if self.kind in parents else self.path
+        if self.kind == "checkpoint":
+            return self.path.parent / "policy"
+        if self.kind == "snapshot":
+            return self.path.parent.parent / "policy"
+        return self.path
 
     @property
     def base(self) -> AdapterBase | None:
-        """The base of a checkpoint's adapters; None where it holds every parameter."""
-        return read_base(self.model_folder) if self.kind == "checkpoint" else None
+        """The base of a checkpoint's adapters; None if it holds every parameter."""
+        if self.kind != "checkpoint":
+            return None
+        return read_base(self.model_folder)
 
     @property
     def adapters(self) -> Adapters | None:
-        """The adapters that a policy needs to take these parameters."""
-        return self.base.adapters if self.base else None
+        """The adapters that a policy must have to take these parameters."""
+        base = self.base
+        return base.adapters if base else None
 
     def at_step(self) -> PolicySource:
         """Return the newest checkpoint by its step, which stays the same while its run goes on."""
@@ -285,10 +422,17 @@ class PolicySource:
         return self
 
     def params(self, policy: Policy, mesh: Mesh) -> Params:
-        """Return all parameters in the policy's precision (a snapshot's: `compute_dtype`) and shardings.
+        """Return all parameters.
 
-        `policy` has the source's `adapters`. Raises UserError if they are missing, damaged, or of another
-        policy.
+        Args:
+            policy: A policy with the source's `adapters`.
+            mesh: The devices.
+
+        Returns:
+            The parameters in the policy's shardings and precision (of a snapshot: `compute_dtype`).
+
+        Raises:
+            UserError: They are missing, damaged, or of another policy.
         """
         if self.kind == "huggingface":
             return load_params(self.path, policy, mesh)
@@ -297,18 +441,27 @@ class PolicySource:
 
             return load_snapshot(self.path, policy, mesh)
         targets = placed_params(policy.abstract_trained, mesh)
-        trained = restore_params(self.path, targets, self.step)[0]
+        trained, _ = restore_params(self.path, targets, self.step)
         base = self.base
-        return merge_params(base.params(policy, mesh), trained) if base else trained
+        if base is None:
+            return trained
+        return merge_params(base.params(policy, mesh), trained)
 
 
 def find_policy(path: Path) -> PolicySource:
-    """Return the policy at `path`: a HuggingFace folder, a run, its checkpoints, one of them, a snapshot."""
+    """Return the policy at a path, by the names of the folders.
+
+    Args:
+        path: A HuggingFace folder, a run's folder, its folder of checkpoints, one of them, or a snapshot.
+    """
     path = path.absolute()
     if re.fullmatch(r"v\d+", path.name):
         return PolicySource(path, "snapshot")
     if path.name.isdigit() and path.parent.name == "checkpoints":
         return PolicySource(path.parent, "checkpoint", int(path.name))
-    if path.name != "checkpoints" and not (path / "config.json").is_file():
-        path = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    return PolicySource(path, "checkpoint" if path.name == "checkpoints" else "huggingface")
+    if path.name == "checkpoints":
+        return PolicySource(path, "checkpoint")
+    is_run = not (path / "config.json").is_file() and (path / "checkpoints").is_dir()
+    if is_run:
+        return PolicySource(path / "checkpoints", "checkpoint")
+    return PolicySource(path, "huggingface")

@@ -1,4 +1,4 @@
-"""The update of a training step: of the policy, and with PPO of its critic."""
+"""The training of a step: of the policy, and with PPO of its critic."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.core.trajectory import Group
+from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.distributed.exchange import ALONE, Hosts
-from calibadv_jax.learner.batching import content_of
+from calibadv_jax.learner.batching import Sample, content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.learner.optimizer import schedule_of
@@ -31,88 +32,174 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of an update."""
+    """The result of a training step."""
 
-    state: State  # of the policy; the critic keeps its own
+    state: State  # the policy's train state after the step; the critic keeps its own
     metrics: dict[str, float]
     logprobs: Logprobs  # float32 [T] a response, before the first update; None where not computed
-    tokens: int  # trained on, prompts and observations included
+    tokens: int  # tokens trained on, including prompts and observations
 
 
 class Trainer:
-    """Learner, loss, reference policy and critic of a run; `run.state` keeps the policy's state."""
+    """Learner, loss, reference policy and critic of a run.
+
+    The trainer does not keep the policy's train state: `RunState` does, and passes it in.
+
+    Args:
+        config: The run's config.
+        model: The policy without parameters, its tokenizer and its mesh.
+        hosts: The processes of the run.
+    """
 
     def __init__(self, config: Config, model: Model, hosts: Hosts = ALONE):
-        self.config, self.model, self.hosts = config, model, hosts
+        self.config = config
+        self.model = model
+        self.hosts = hosts
         self.schedule = schedule_of(config, config.learner.optimizer)
         self.learner = policy_learner(config, model.policy, model.mesh, self.schedule)
         self.loss = policy_loss(config)
-        self.reference: Params | None = None  # makes the learner's base the policy that the run begins with
+        # Parameters that, joined with the learner's base, are the policy that the run begins with. None: the
+        # run does not need that policy.
+        self.reference: Params | None = None
         self.critic: Critic | None = None
 
     def begin(self, is_fresh: bool) -> State:
-        """Load reference and critic, and return the state that the run begins with.
+        """Load the reference policy and the critic, and return the train state that the run begins with.
 
-        Unless `is_fresh`, a checkpoint replaces the state, which is empty, except for adapters: their
-        checkpoints lack the base.
+        Args:
+            is_fresh: Whether the run has no checkpoint. With a checkpoint, no parameters are loaded here,
+                since the checkpoint restores them. A policy with adapters is loaded all the same: its
+                checkpoints do not hold the base.
+
+        Returns:
+            The first train state; empty if the parameters come from a checkpoint alone.
+
+        Raises:
+            UserError: A policy cannot be loaded.
         """
-        config, model, params = self.config, self.model, None
+        policy = self.model.policy
+        params: Params | None = None
         base: Params = {}
         trained: Params = {}
-        if is_fresh or model.policy.adapters:
-            params = initial_params(config, model, config.policy.path)
-            base, trained = model.policy.split(params)
-        if config.keeps_initial_policy:
-            self.reference = {}  # new adapters change nothing
-            if not base:
-                self.reference = initial_params(config, model, config.policy.path)
-            elif config.policy.lora.init_from:
-                self.reference = jax.tree.map(jnp.copy, trained)
-        if config.advantage.has_critic:
+        if is_fresh or policy.adapters:
+            params = initial_params(self.config, self.model, self.config.policy.path)
+            base, trained = policy.split(params)
+        if self.config.keeps_initial_policy:
+            self.reference = self._initial_reference(base, trained)
+        if self.config.advantage.has_critic:
             from calibadv_jax.run.critic import Critic
 
-            copied = None if params is None else merge_params(base, jax.tree.map(jnp.copy, trained))
-            self.critic = Critic(config, model, copied)
-        return {} if params is None else self.learner.init(params)
+            critic_source: Params | None = None
+            if params is not None:
+                critic_source = merge_params(base, jax.tree.map(jnp.copy, trained))
+            self.critic = Critic(self.config, self.model, critic_source)
+        if params is None:
+            return {}
+        return self.learner.init(params)
+
+    def _initial_reference(self, base: Params, trained: Params) -> Params:
+        """Return the trained part of the policy that the run begins with, to be joined with `base`."""
+        if not base:
+            return initial_params(self.config, self.model, self.config.policy.path)
+        if self.config.policy.lora.init_from:
+            return jax.tree.map(jnp.copy, trained)
+        return {}  # new adapters change nothing, so the base alone is the initial policy
 
     def probe(self, state: State, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups with the golden answers' log-probabilities of each probed policy, and metrics."""
+        """Compute the log-probability of the golden answer after each turn.
+
+        Args:
+            state: The policy's train state; not donated.
+            groups: The groups of the step.
+
+        Returns:
+            Copies of the groups whose turns have `golden_logprobs` (nats) of every policy that
+            advantage.probes names, and the metrics of the probe.
+        """
         params = {"current": state["params"], "initial": self.reference}
         policies = {name: params[name] for name in self.config.advantage.probed}
-        probe = load_optional("probe").with_golden_logprobs
-        return probe(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
+        with_golden_logprobs = load_optional("probe").with_golden_logprobs
+        return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
 
-    def update(
+    def train_step(
         self, state: State, step: int, seed: int, groups: Sequence[Group], advantages: AdvantageResult
     ) -> UpdateResult:
-        """Train policy and critic after `step` steps; donates `state`. `seed` orders the mini-batches."""
+        """Train the policy and the critic on the groups of one step.
+
+        Args:
+            state: The policy's train state; donated.
+            step: Number of steps trained so far.
+            seed: Seed of the run; together with `step` it orders the mini-batches.
+            groups: The scored groups.
+            advantages: The advantages of the groups' tokens.
+
+        Returns:
+            The new state, the metrics, and the log-probabilities before the first update.
+
+        Raises:
+            UserError: The processes of the run have different batches.
+        """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        per_token = [values for group in advantages.advantages for values in group]
-        samples = [make_sample(*pair) for pair in zip(trajectories, per_token, strict=True)]
+        token_advantages = [values for group in advantages.advantages for values in group]
+        samples = [
+            make_sample(trajectory, values)
+            for trajectory, values in zip(trajectories, token_advantages, strict=True)
+        ]
         self.hosts.assert_equal("batch to train on", lambda: content_of(samples))
         rate = float(self.schedule(int(state["updates"])))
         trained = [sample for sample in samples if sample.mask.any()]
-        learned = Learned(state, {}, samples)
-        if self.critic is None or step >= self.config.critic.warmup_steps:
-            rng = random_state(seed, step, "minibatches")
-            reference = self.reference if self.config.loss.kl_coef else None
-            learned = learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)
-        untrained = sum(len(group.attempts) for group in groups) - len(trained)
-        metrics = {"actor/lr": rate, "actor/untrained_trajectories": float(untrained)} | learned.metrics
+        learned = self._train_policy(state, step, seed, samples)
+        num_attempts = sum(len(group.attempts) for group in groups)
+        metrics = {
+            "actor/lr": rate,
+            "actor/untrained_trajectories": float(num_attempts - len(trained)),
+        }
+        metrics.update(learned.metrics)
         if trained:
             metrics["actor/finite"] = float(self.learner.is_finite(learned.state["params"]))
         if self.critic is not None:
-            metrics |= self.critic.update(groups, random_state(seed, step, "critic"))
-        old = iter(
-            None if sample.old_logprobs is None else sample.old_logprobs[len(trajectory.prompt_ids) :]
-            for trajectory, sample in zip(trajectories, learned.samples, strict=True)
-        )
-        logprobs = [[next(old) for _ in group.trajectories] for group in groups]
-        return UpdateResult(learned.state, metrics, logprobs, sum(len(sample.tokens) for sample in trained))
+            metrics.update(self.critic.train_step(groups, random_state(seed, step, "critic")))
+        logprobs = _response_logprobs(groups, learned.samples)
+        num_tokens = sum(len(sample.tokens) for sample in trained)
+        return UpdateResult(learned.state, metrics, logprobs, num_tokens)
+
+    def _train_policy(self, state: State, step: int, seed: int, samples: list[Sample]) -> Learned:
+        """Train the policy, except during the critic.warmup_steps steps that train the critic alone."""
+        if self.critic is not None and step < self.config.critic.warmup_steps:
+            return Learned(state, {}, samples)
+        rng = random_state(seed, step, "minibatches")
+        reference = self.reference if self.config.loss.kl_coef else None
+        return learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)
 
     def progress(self) -> tuple[int, int, str]:
-        """Return the computed microbatches, of how many, and no detail, for `Console.live`."""
+        """Return the progress of the computation for `Console.live`.
+
+        Returns:
+            The number of computed microbatches, the number of all, and an empty detail.
+        """
         done, total = self.learner.microbatches()
         if self.critic and not total:
             done, total = self.critic.learner.microbatches()
         return done, total, ""
+
+
+def _response_logprobs(groups: Sequence[Group], samples: Sequence[Sample]) -> Logprobs:
+    """Return the old log-probabilities of every response, by group; `samples` are in the groups' order."""
+    logprobs: Logprobs = []
+    start = 0
+    for group in groups:
+        end = start + len(group.trajectories)
+        group_logprobs = [
+            _without_prompt(trajectory, sample.old_logprobs)
+            for trajectory, sample in zip(group.trajectories, samples[start:end], strict=True)
+        ]
+        logprobs.append(group_logprobs)
+        start = end
+    return logprobs
+
+
+def _without_prompt(trajectory: Trajectory, logprobs: np.ndarray | None) -> np.ndarray | None:
+    """Return the values of the response's tokens, float32 [T], or None if there are no values."""
+    if logprobs is None:
+        return None
+    return logprobs[len(trajectory.prompt_ids) :]

@@ -29,13 +29,23 @@ from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
 
 
-def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
-    """Check (UserError) the evaluation file and the running services, before minutes of work begin.
+def _ignore(_: object) -> None:
+    """Do nothing: the default of callbacks."""
 
-    `warn` gets a line while a service is waited for, up to its `patience`.
+
+def check_inputs(config: Config, warn: Callable[[str], object] = _ignore) -> None:
+    """Check the evaluation file and the running services, before minutes of work begin.
+
+    Args:
+        config: The run's config.
+        warn: Gets a line while a service is waited for, for at most its `patience`.
+
+    Raises:
+        UserError: The file is damaged, or a service cannot be reached or does not fit the config.
     """
     if config.evaluate.every:
-        check_questions(load_questions(config.data.eval, config.data.columns), {}, config.prompt.template)
+        questions = load_questions(config.data.eval, config.data.columns)
+        check_questions(questions, {}, config.prompt.template)
     if config.retriever.url:
         check_running(config.retriever, warn)
     if config.sampler.name == "vllm" and config.sampler.urls:
@@ -48,27 +58,48 @@ def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None)
 def open_services(
     config: Config, model_folder: Path, hosts: Hosts = ALONE
 ) -> Iterator[tuple[str | list[str], list[str]]]:
-    """Yield the URLs of the retriever and of the vLLM workers (none if sampler.name is jax).
+    """Start the services that have no URL in the config; they end with the block.
 
-    Services without a URL in the config are started here, and end with the block; their output goes to the
-    run's folder. The first process starts the retriever for all `hosts`; each has its own workers, with
-    config.json and tokenizer of `model_folder`.
+    Their output goes to the run's folder. The first process starts the retriever for all processes; each
+    process starts its own vLLM workers.
+
+    Args:
+        config: The run's config.
+        model_folder: Folder of config.json and the tokenizer, for the vLLM workers.
+        hosts: The processes of the run.
+
+    Yields:
+        The URL or URLs of the retriever, and those of this process' vLLM workers (none if sampler.name is
+        jax).
+
+    Raises:
+        UserError: A service does not start.
     """
-    folder, warn = Path(config.run.dir), Console(config.log.progress).warn
-    section = config.retriever if config.has_retriever else config.retriever.at(NO_RETRIEVER)
+    folder = Path(config.run.dir)
+    warn = Console(config.log.progress).warn
+    retriever_config = config.retriever
+    if not config.has_retriever:
+        retriever_config = config.retriever.at(NO_RETRIEVER)
     with ExitStack() as stack:
-        service = open_retriever(section, folder / "retriever.log", warn)
-        retriever = hosts.run_on_main_and_broadcast("retriever", lambda: stack.enter_context(service))
-        urls: list[str] = []
+        service = open_retriever(retriever_config, folder / "retriever.log", warn)
+        retriever_urls = hosts.run_on_main_and_broadcast("retriever", lambda: stack.enter_context(service))
+        worker_urls: list[str] = []
         if config.sampler.name == "vllm":
             from calibadv_jax.sampler.vllm_worker import open_workers
 
-            share, first = own_workers(config.sampler, hosts.index, hosts.count)
-            dtype, length = config.sampler_dtype, config.rollout.max_length
-            workers = open_workers(share, model_folder, folder, dtype, length, warn, first=first)
+            own_config, first = own_workers(config.sampler, hosts.index, hosts.count)
+            workers = open_workers(
+                own_config,
+                model_folder,
+                folder,
+                config.sampler_dtype,
+                config.rollout.max_length,
+                warn,
+                first=first,
+            )
             with hosts.local_work("vLLM workers"):
-                urls = stack.enter_context(workers)
-        yield retriever, urls
+                worker_urls = stack.enter_context(workers)
+        yield retriever_urls, worker_urls
 
 
 @contextmanager
@@ -77,28 +108,46 @@ def open_rollouts(
     model: Model,
     model_folder: Path,
     snapshots: Path,
-    check_service: Callable[[Mapping[str, Any]], object] = lambda _: None,
+    check_service: Callable[[Mapping[str, Any]], object] = _ignore,
     hosts: Hosts = ALONE,
 ) -> Iterator[Rollouts]:
-    """Yield rollouts with the configured sampler and retriever, without weights yet.
+    """Open the agent loop with the configured sampler and retriever.
 
-    Policies are published for vLLM workers in the folder `snapshots`. `check_service` gets the reply of the
-    retriever's health endpoint, and raises to refuse it.
+    Args:
+        config: The run's config.
+        model: The run's model.
+        model_folder: Folder of config.json and the tokenizer, and of base.json with adapters.
+        snapshots: Folder in which policies are published for vLLM workers.
+        check_service: Gets the reply of the retriever's health endpoint, and raises to refuse it.
+        hosts: The processes of the run.
+
+    Yields:
+        Rollouts whose sampler has no weights yet.
+
+    Raises:
+        UserError: A service does not start or is refused, or the tokenizer cannot write the actions' tags.
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)
-    with open_services(config, model_folder, hosts) as (urls, workers):
-        retriever = RetrieverClient(config.retriever, urls, Console(config.log.progress).warn)
-        if urls != NO_RETRIEVER:
+    with open_services(config, model_folder, hosts) as (retriever_urls, worker_urls):
+        retriever = RetrieverClient(config.retriever, retriever_urls, Console(config.log.progress).warn)
+        if retriever_urls != NO_RETRIEVER:
             check_service(retriever.health())  # all later replies must be of this index
-        share = replace(config.rollout, max_concurrency=-(-config.rollout.max_concurrency // hosts.count))
+        own_concurrency = _share(config.rollout.max_concurrency, hosts)
+        rollout = replace(config.rollout, max_concurrency=own_concurrency)
         base = read_base(model_folder)
-        sampler, publish = _make_sampler(config, model, workers, snapshots, base, hosts)
-        judge = config.reward.judge
-        client = load_optional("judge").JudgeClient(judge) if judge.url else None
-        context = RolloutContext(sampler, retriever, model.tokenizer, share, config.prompt, actions, client)
+        sampler, publish = _make_sampler(config, model, worker_urls, snapshots, base, hosts)
+        judge = None
+        if config.reward.judge.url:
+            judge = load_optional("judge").JudgeClient(config.reward.judge)
+        context = RolloutContext(sampler, retriever, model.tokenizer, rollout, config.prompt, actions, judge)
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts
+
+
+def _share(total: int, hosts: Hosts) -> int:
+    """Return a process' share of a number, rounded up."""
+    return -(-total // hosts.count)
 
 
 def _make_sampler(
@@ -107,36 +156,57 @@ def _make_sampler(
     """Return the sampler, and the function that converts a version's parameters for it."""
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
-        from calibadv_jax.sampler.jax_sampler import JaxSampler
-
-        share, length = config.sampler, config.rollout.max_length
-        if hosts.count == 1:
-            return JaxSampler(model.policy, stops, share, model.mesh, length), lambda _, params: params
-        share = replace(share, slots=-(-share.slots // hosts.count))
-        copied = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
-        sampler = JaxSampler(model.policy, stops, share, copied.mesh, length)
-        return sampler, lambda _, params: copied(params)
+        return _make_embedded_sampler(config, model, stops, hosts)
     from calibadv_jax.sampler.vllm_sampler import VllmSampler
+
+    vocab_size = model.policy.architecture.vocab_size
+    publish = _snapshot_publisher(config, model, snapshots, base, hosts)
+    sampler = VllmSampler(workers, config.sampler, stops, model.tokenizer_hash, vocab_size)
+    return sampler, publish
+
+
+def _make_embedded_sampler(
+    config: Config, model: Model, stops: StopRule, hosts: Hosts
+) -> tuple[Sampler, Callable[[int, Params], Any]]:
+    """Return the JAX sampler of this process; alone, it samples from the learner's own arrays."""
+    from calibadv_jax.sampler.jax_sampler import JaxSampler
+
+    length = config.rollout.max_length
+    if hosts.count == 1:
+        sampler = JaxSampler(model.policy, stops, config.sampler, model.mesh, length)
+        return sampler, lambda _, params: params
+    own_config = replace(config.sampler, slots=_share(config.sampler.slots, hosts))
+    local_copy = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
+    sampler = JaxSampler(model.policy, stops, own_config, local_copy.mesh, length)
+    return sampler, lambda _, params: local_copy(params)
+
+
+def _snapshot_publisher(
+    config: Config, model: Model, snapshots: Path, base: AdapterBase | None, hosts: Hosts
+) -> Callable[[int, Params], Path]:
+    """Return the function that writes a version's parameters as a snapshot for vLLM workers."""
     from calibadv_jax.snapshots.publish import SnapshotStore
 
-    dtype = config.checkpoint.snapshot_dtype or config.sampler_dtype
-    store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, jnp.dtype(dtype))
-    shared = base.shared() if base and config.policy.lora.snapshots == "adapters" else None
+    dtype = jnp.dtype(config.checkpoint.snapshot_dtype or config.sampler_dtype)
+    store = SnapshotStore(snapshots, config.checkpoint.snapshots_kept, dtype)
+    # Metadata of the base, if snapshots hold the adapters alone.
+    shared_base: dict[str, Any] | None = None
+    if base and config.policy.lora.snapshots == "adapters":
+        shared_base = base.shared()
 
     def publish(version: int, params: Params) -> Path:
-        if shared:
-            params = model.policy.split(params)[1]
+        if shared_base:
+            _, params = model.policy.split(params)
         elif model.policy.adapters:
-            params = model.policy.merged(params, jnp.dtype(dtype))
+            params = model.policy.merged(params, dtype)
         with hosts.barrier("snapshot of the policy"):
             return store.publish(
                 version,
                 params,
                 hf_config=model.hf_config,
                 tokenizer_hash=model.tokenizer_hash,
-                base=shared,
+                base=shared_base,
                 writes=hosts.is_first,
             )
 
-    vocab_size = model.policy.architecture.vocab_size
-    return VllmSampler(workers, config.sampler, stops, model.tokenizer_hash, vocab_size), publish
+    return publish

@@ -87,7 +87,7 @@ def test_batches_are_filled_as_first_fit_places(monkeypatch, pack_length, rows, 
             pending = pending[-1:]
     samples = [Sample(np.full(length, number), *[None] * 3) for number, length in enumerate(lengths)]
     fulls = [
-        [int(sample.tokens[0]) for sample in full] for full in sft._row_fulls(samples, rows, pack_length)
+        [int(sample.tokens[0]) for sample in full] for full in sft._fill_rows(samples, rows, pack_length)
     ]
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
     assert len(counted) < 400 * (0.5 if longest < pack_length // 4 else 1)

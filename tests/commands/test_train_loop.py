@@ -121,7 +121,7 @@ def test_state_that_is_not_whole_is_not_saved(tmp_path, reason):
         state.checkpoints.wait()
         state.step = 1
         if reason == "donated":
-            jax.tree.leaves(state.state)[0].delete()
+            jax.tree.leaves(state.learner_state)[0].delete()
         else:
             state.hosts = Hosts()
             state.hosts.in_step = False

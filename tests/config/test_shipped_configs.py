@@ -18,7 +18,7 @@ from calibadv_jax.contrib.cli import configs, doctor
 from calibadv_jax.contrib.planning.memory import estimate_memory, peak_memory
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.run.folder import differences
+from calibadv_jax.run.comparison import differences
 from calibadv_jax.sampler import vllm_worker
 
 ROOT = Path(__file__).resolve().parents[2]

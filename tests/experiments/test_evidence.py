@@ -24,7 +24,7 @@ from calibadv_jax.config.sections.learner import LOSS_KEYS
 from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.rollout_store.schema import SCHEMA, VERSION
-from calibadv_jax.run.folder import differences
+from calibadv_jax.run.comparison import differences
 from experiments import measures
 from experiments import report as evidence_report
 from experiments import runs as evidence

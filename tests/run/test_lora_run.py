@@ -167,7 +167,7 @@ def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
     begun = config_of(tmp_path, base)
     policy = replace(begun.policy, lora=replace(LORA, init_from=str(adapter)))
     begun = trainer_rig.make_state(replace(begun, policy=policy), tmp_path)
-    for params in (begun.state["params"], begun.trainer.reference):
+    for params in (begun.learner_state["params"], begun.trainer.reference):
         assert_equal(begun.trainer.learner.whole(params), loaded[-1][1])
     for change, words in (
         ({"rank": 3}, "r is 2, but policy.lora.rank is 3: set policy.lora.rank=2"),

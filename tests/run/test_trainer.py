@@ -58,9 +58,9 @@ def test_start_from_a_checkpoint_loads_no_weights(tmp_path):
     rollouts = run(make_config(tmp_path, learner=learner), ScriptedRollouts(), tmp_path)
     config = make_config(tmp_path, learner=learner, policy={"path": str(tmp_path / "lost")})
     state = make_state(config, tmp_path)
-    assert int(state.state["updates"]) == state.step == 2
+    assert int(state.learner_state["updates"]) == state.step == 2
     first, last = rollouts.loaded[0][1], rollouts.loaded[-1][1]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.state["params"]), last)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.learner_state["params"]), last)
     assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (first, last)), strict=True)) > 0.01
     with pytest.raises(UserError, match="lost"):
         make_state(config, tmp_path / "new")
@@ -122,8 +122,8 @@ def test_kept_step_replays_to_same_advantages_and_loss(tmp_path):
 def test_kl_term_compares_with_initial_policy(tmp_path):
     config = make_config(tmp_path, loss={"kl_coef": 0.1}, learner=rated(tmp_path, lr=0.05))
     state = make_state(config, tmp_path)
-    initial = jax.device_get(state.state["params"])
-    updates = [state.update(*scored(config, [number, number + 3])) for number in range(3)]
+    initial = jax.device_get(state.learner_state["params"])
+    updates = [state.train_on(*scored(config, [number, number + 3])) for number in range(3)]
     kl = [update.metrics["actor/kl_loss"] for update in updates]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4 and kl[2] > 1e-4
     np.testing.assert_equal(jax.device_get(state.trainer.reference), initial)
@@ -178,10 +178,10 @@ def test_step_without_sampled_tokens_changes_nothing(tmp_path):
     groups, _ = scored(config, [0])
     for trajectory in groups[0].trajectories:
         trajectory.turns = []
-    before = jax.device_get(state.state)
-    updated = state.update(groups, compute_advantages(groups, config.advantage))
+    before = jax.device_get(state.learner_state)
+    updated = state.train_on(groups, compute_advantages(groups, config.advantage))
     assert (state.step, updated.tokens, updated.metrics["actor/untrained_trajectories"]) == (1, 0, 3)
-    np.testing.assert_equal(jax.device_get(state.state), before)
+    np.testing.assert_equal(jax.device_get(state.learner_state), before)
 
 
 def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
         config = make_config(tmp_path, run={"dir": str(tmp_path), "seed": seed})
         state = make_state(config, tmp_path)
         for number in range(2):
-            state.update(*scored(config, [number]))
+            state.train_on(*scored(config, [number]))
     assert orders[:2] == orders[2:4] and len(set(orders)) == 4
 
 
@@ -205,7 +205,7 @@ def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
 )
 def test_checkpoint_without_counters_is_refused(tmp_path, extra):
     state = make_state(make_config(tmp_path), tmp_path)
-    state.checkpoints.save(1, state.state, extra)
+    state.checkpoints.save(1, state.learner_state, extra)
     state.checkpoints.wait()
     with pytest.raises(UserError, match=r"checkpoints/1: damaged .*\(in extra"):
         make_state(make_config(tmp_path), tmp_path)

@@ -244,7 +244,7 @@ def test_curriculum_compares_with_the_largest_reward(whole, tmp_path):
 class AnotherScore(Hosts):
     """Another process scores a group otherwise: it would ask for other groups."""
 
-    def same(self, name, value):
+    def assert_equal(self, name, value):
         if name == "score of a group":
             assert value() == [[0.0] * 3, [1.0, 0.0, 0.0]]
             raise UserError(f"process 1 has another {name} than process 0")

@@ -136,7 +136,11 @@ def test_another_machine_continues_bit_for_bit(tmp_path, s3):
     shutil.rmtree(tmp_path / "a")
     there = start(config_at(tmp_path / "b", url, **parts))
     assert there.step == 6 and steps_at(url) == [6]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(there.state), jax.device_get(expected.state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get(there.learner_state),
+        jax.device_get(expected.learner_state),
+    )
     assert rows(tmp_path / "b") == rows(tmp_path / "whole")
     paths = {path for path in (tmp_path / "b").rglob("*") if path.is_file()}
     assert marker(url)["files"].keys() == {path.relative_to(tmp_path / "b").as_posix() for path in paths}

@@ -28,30 +28,43 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 
-UPDATES = 100  # length of the schedule, of which the programs do not depend
+UPDATES = 100  # Length of the learning rate's schedule. The programs do not depend on it.
 TRAINED = ("update", "apply", "log-probabilities")
 OF_CRITIC = ("critic's update", "critic's apply")
 SAMPLED = ("prefill", "copy", "decode")
 NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
-COMPILER = {  # of the environment; what a user sets stays
-    "TPU_SKIP_MDS_QUERY": "1",  # no machine to ask what it is
+# Environment variables of the compilers; values that a user has set are kept.
+COMPILER = {
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask for the machine's type
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may compile at a time: none holds a TPU
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # no GPU to try kernels on
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # there is no GPU to try kernels on
 }
-CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # of JAX's version, besides NVIDIA's compiler
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # Packages with the same version as JAX.
+NVIDIA_COMPILER = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14")
 
 
 def programs_of(config: Config) -> tuple[str, ...]:
-    sampled = ("prefill", "decode") if config.sampler.name == "jax" else ()
-    return TRAINED + (OF_CRITIC if config.advantage.has_critic else ()) + sampled
+    """Return the names of the programs that a run compiles, for `lowered_program`."""
+    programs: tuple[str, ...] = TRAINED
+    if config.advantage.has_critic:
+        programs += OF_CRITIC
+    if config.sampler.name == "jax":
+        programs += ("prefill", "decode")
+    return programs
 
 
 def topology_mesh(config: Config, target: Target) -> Mesh:
-    """Return the config's mesh, of devices that need not be attached.
+    """Return the config's mesh of devices that need not be attached.
 
-    Call it before anything asks JAX for devices: the environment is read only once. Raises UserError if the
-    compiler is not installed, or does not support the topology.
+    Call it before anything asks JAX for devices: JAX reads the environment only once.
+
+    Args:
+        config: The config, `placed_on` the target.
+        target: The devices.
+
+    Raises:
+        UserError: The compiler is not installed, or does not support the topology.
     """
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
@@ -59,9 +72,9 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     options = {"topology_name": target.topology}
     if target.platform == "cuda":
-        proto = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
-        figures = Template(proto).substitute(vars(target.chip))  # a GpuTargetConfigProto as text
-        options = {"topology": target.topology, "target_config": figures}
+        template = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
+        target_config = Template(template).substitute(vars(target.chip))  # a GpuTargetConfigProto as text
+        options = {"topology": target.topology, "target_config": target_config}
     try:
         topology = topologies.get_topology_desc(platform=target.platform, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -72,13 +85,17 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
 
 
 def missing_compiler(target: Target) -> str:
-    """Name the packages to install, in a folder of their own: vLLM takes libtpu for a machine with a TPU."""
-    compiler = "XLA's compiler for CUDA"
-    packages = [f"{name}=={version('jax')}" for name in CUDA_PACKAGES]
-    packages += ["nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
+    """Return the message that names the packages to install for a target's compiler.
+
+    They go to a folder of their own: where libtpu is importable, vLLM takes the machine for one with a TPU.
+    """
     if target.platform == "tpu":
-        compiler, requirements = "TPU's compiler (libtpu)", requires("jax") or []
-        packages = [text.partition(";")[0].strip() for text in requirements if text.startswith("libtpu")][:1]
+        compiler = "TPU's compiler (libtpu)"
+        packages = _libtpu_requirement()
+    else:
+        compiler = "XLA's compiler for CUDA"
+        packages = [f"{name}=={version('jax')}" for name in CUDA_PACKAGES]
+        packages.extend(NVIDIA_COMPILER)
     quoted = " ".join(f"'{package}'" for package in packages)
     return (
         f"{compiler} is not installed: pip install --no-deps --target compiler {quoted}, then give the same"
@@ -86,29 +103,59 @@ def missing_compiler(target: Target) -> str:
     )
 
 
+def _libtpu_requirement() -> list[str]:
+    """Return the version of libtpu that the installed JAX requires; empty if it names none."""
+    for requirement in requires("jax") or []:
+        package, _, _ = requirement.partition(";")
+        if package.startswith("libtpu"):
+            return [package.strip()]
+    return []
+
+
 def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name: str) -> jax.stages.Lowered:
-    """Return a program of a run `placed_on` the mesh's devices, ready to be compiled."""
-    numerics, adapters = Numerics.from_config(config.policy), Adapters.from_config(config.policy.lora)
-    policy, length = Policy(architecture, numerics, adapters), config.learner.pack_length
+    """Return a program of a run, ready to be compiled.
+
+    Args:
+        config: The config, `placed_on` the mesh's devices.
+        architecture: The policy's architecture.
+        mesh: The mesh, which may be a `topology_mesh`.
+        name: One of `TRAINED`, `OF_CRITIC` or `SAMPLED`.
+    """
+    numerics = Numerics.from_config(config.policy)
+    adapters = Adapters.from_config(config.policy.lora)
+    policy = Policy(architecture, numerics, adapters)
+    length = config.learner.pack_length
     if name in SAMPLED:
-        return CacheEngine(policy, mesh, config.sampler, config.rollout.max_length).lower()[name]
+        engine = CacheEngine(policy, mesh, config.sampler, config.rollout.max_length)
+        return engine.lower()[name]
+    learner: Learner
+    loss: LossFunction
     if name in OF_CRITIC:
-        learner: Learner = critic_learner(
-            config, policy, mesh, make_schedule(config.critic.optimizer, UPDATES)
-        )
-        loss: LossFunction = ValueLoss(config.critic.clip)
+        schedule = make_schedule(config.critic.optimizer, UPDATES)
+        learner = critic_learner(config, policy, mesh, schedule)
+        loss = ValueLoss(config.critic.clip)
     else:
-        learner = policy_learner(config, policy, mesh, make_schedule(config.learner.optimizer, UPDATES))
+        schedule = make_schedule(config.learner.optimizer, UPDATES)
+        learner = policy_learner(config, policy, mesh, schedule)
         loss = policy_loss(config)
     if name == "log-probabilities":
         return learner.lower_logprobs(length)
-    return learner.lower_apply() if name.endswith("apply") else learner.lower_update(length, loss)
+    if name.endswith("apply"):
+        return learner.lower_apply()
+    return learner.lower_update(length, loss)
 
 
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:
-    """Return seconds of compiling, and GiB on a device by the compiler's plan; or the compiler's refusal.
+    """Compile a program, and return its time and its memory by the compiler's plan.
 
-    *peak* is in use at once; *needed* is the program's memory, with gaps; both include the bytes `beside` it.
+    Args:
+        program: A `lowered_program`.
+        beside: Bytes on a device that the run holds besides the program and its inputs.
+
+    Returns:
+        `compile_s` in seconds, and GiB on a device: `arguments`, `results`, `temporary`, `peak` (in use at
+        once) and `needed` (the program's memory, with gaps). The last two include `beside`. If the program
+        does not fit, only `refused`: the compiler's words.
     """
     begun = time.perf_counter()
     try:
@@ -120,12 +167,16 @@ def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[s
         return {"refused": refusal[0]}
     seconds = time.perf_counter() - begun
     memory: Any = compiled.memory_analysis()
-    held, made = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    sizes = {
-        "arguments": held,
-        "results": made,
-        "temporary": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes + beside,
-        "needed": held + made - memory.alias_size_in_bytes + memory.temp_size_in_bytes + beside,
+    arguments = memory.argument_size_in_bytes
+    results = memory.output_size_in_bytes
+    temporary = memory.temp_size_in_bytes
+    # Results that take the place of donated arguments are counted once.
+    needed = arguments + results - memory.alias_size_in_bytes + temporary
+    return {
+        "compile_s": round(seconds, 1),
+        "arguments": arguments / GIB,
+        "results": results / GIB,
+        "temporary": temporary / GIB,
+        "peak": (memory.peak_memory_in_bytes + beside) / GIB,
+        "needed": (needed + beside) / GIB,
     }
-    return {"compile_s": round(seconds, 1)} | {name: size / GIB for name, size in sizes.items()}

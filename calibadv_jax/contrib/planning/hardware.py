@@ -18,37 +18,44 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import local_sizes
 from calibadv_jax.policy.transformer import KERNELS
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # in the environment: share of a GPU's memory that JAX takes
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # Environment variable: share of a GPU's memory that JAX takes.
+TPU_SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+GPU_SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*){2}")
 
 
 @dataclass(frozen=True)
 class Chip:
     """The figures of a device, as hardware.yaml describes them."""
 
-    memory: float
-    flops: float
-    bandwidth: float
-    links: float
-    network: float
+    memory: float  # bytes
+    flops: float  # bfloat16 operations a second
+    bandwidth: float  # bytes a second from and to its memory
+    links: float  # bytes a second from other devices of its slice or host
+    network: float  # bytes a second from devices of other hosts
 
 
 @dataclass(frozen=True)
 class Gpu(Chip):
+    """A GPU, with the figures that the compiler for CUDA needs."""
+
     name: str
     multiprocessors: int
-    l2_cache: int
+    l2_cache: int  # bytes
 
 
 @dataclass(frozen=True)
 class Tpu(Chip):
-    host: str
-    alone: int
-    slices: dict[int, str]
+    """A TPU chip, with the shapes of its slices."""
+
+    host: str  # shape of one host of a larger slice
+    alone: int  # the most chips that one host alone has
+    slices: dict[int, str]  # shapes by the number in Cloud TPU's name
 
 
 _FIGURES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 GPUS = {name: Gpu(**figures) for name, figures in _FIGURES["gpus"].items()}
 TPUS = {name: Tpu(**figures) for name, figures in _FIGURES["tpus"].items()}
+# Names of slices in Cloud TPU, such as v5e-16, with kind and shape, such as v5e:4x4.
 CLOUD_NAMES = {
     f"{kind}-{number}": f"{kind}:{shape}"
     for kind, tpu in TPUS.items()
@@ -58,6 +65,8 @@ CLOUD_NAMES = {
 
 @dataclass(frozen=True)
 class Target:
+    """Devices of one kind that a run can be planned for."""
+
     platform: Literal["tpu", "cuda"]
     kind: str  # v5e, h100
     topology: str  # as the compiler names it: v5e:4x4, or slices x hosts x GPUs of a host
@@ -78,11 +87,12 @@ class Target:
 
     @property
     def links(self) -> float:
-        """Bytes a second that one device receives where all exchange parts: those of the slowest link."""
+        """Bytes a second that a device receives when all devices exchange data: over the slowest link."""
         return self.chip.network if self.hosts > 1 else self.chip.links
 
     @property
     def host(self) -> Target:
+        """The devices of one host."""
         if self.hosts == 1:
             return self
         if self.platform == "tpu":
@@ -91,33 +101,48 @@ class Target:
 
     def __str__(self) -> str:
         kind = self.kind if self.platform == "tpu" else self.kind.upper()
-        return f"{self.devices} {kind} ({self.topology.rpartition(':')[2]})"
+        _, _, shape = self.topology.rpartition(":")
+        return f"{self.devices} {kind} ({shape})"
 
 
 def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
-    """Return the devices that the command line names.
+    """Return the devices that the command line names: either `tpu`, or `gpu` and `topology`.
 
-    `tpu` is kind and shape of a slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16; `topology`
-    belongs to `gpu`: slices x hosts x GPUs of a host, such as 1x2x8.
+    Args:
+        tpu: Kind and shape of a slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16.
+        gpu: Kind of the GPUs, such as h100.
+        topology: Of GPUs: slices x hosts x GPUs of a host, such as 1x2x8.
+
+    Raises:
+        UserError: The names are unknown or incomplete.
     """
     if bool(tpu) == bool(gpu) or bool(gpu) != bool(topology):
         raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
-    if gpu:
-        if gpu not in GPUS:
-            raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2}", topology):
-            raise UserError(f"--topology {topology}: must be slices x hosts x GPUs of a host, such as 1x2x8")
-        hosts = _product(topology.rpartition("x")[0])
-        return Target("cuda", gpu, topology, GPUS[gpu], _product(topology), hosts)
-    name = tpu.replace("v5litepod", "v5e")  # as Cloud TPU calls it too
+    return _find_gpus(gpu, topology) if gpu else _find_tpus(tpu)
+
+
+def _find_gpus(gpu: str, topology: str) -> Target:
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
+    if not GPU_SHAPE.fullmatch(topology):
+        raise UserError(f"--topology {topology}: must be slices x hosts x GPUs of a host, such as 1x2x8")
+    slices_and_hosts, _, _ = topology.rpartition("x")
+    return Target("cuda", gpu, topology, GPUS[gpu], _product(topology), hosts=_product(slices_and_hosts))
+
+
+def _find_tpus(tpu: str) -> Target:
+    name = tpu.replace("v5litepod", "v5e")  # another name of Cloud TPU for v5e
     kind, _, shape = CLOUD_NAMES.get(name, name).partition(":")
-    if kind not in TPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+    if kind not in TPUS or not TPU_SHAPE.fullmatch(shape):
         raise UserError(
             f"--tpu {tpu}: must be one of {', '.join(TPUS)} with the slice's shape, such as v5e:4x4, or a"
             " name of Cloud TPU, such as v5e-16 (chips) and v5p-16 (cores, 8 chips)"
         )
-    devices, chip = _product(shape), TPUS[kind]
-    hosts = 1 if devices <= chip.alone else devices // _product(chip.host)
+    devices = _product(shape)
+    chip = TPUS[kind]
+    hosts = 1
+    if devices > chip.alone:
+        hosts = devices // _product(chip.host)
     return Target("tpu", kind, f"{kind}:{shape}", chip, devices, hosts)
 
 
@@ -126,21 +151,30 @@ def sampler_of(config: Config, target: Target) -> Config:
     if target.hosts == 1 or config.sampler.name != "jax":
         return config
     sizes = local_sizes(config.mesh.sizes, target.devices // target.hosts)
-    slots = -(-config.sampler.slots // target.hosts)
+    slots = -(-config.sampler.slots // target.hosts)  # rounded up
     sampler = replace(config.sampler, slots=slots)
     return replace(config, mesh=replace(config.mesh, **sizes), sampler=sampler)
 
 
 def _product(shape: str) -> int:
-    return math.prod(map(int, shape.split("x")))
+    """Return the number of devices of a shape such as 2x4."""
+    return math.prod(int(size) for size in shape.split("x"))
 
 
 def placed_on(config: Config, target: Target) -> Config:
-    """Return the config with a mesh of the target's devices, and the attention kernel of its platform."""
-    mesh, devices = config.mesh, target.devices
-    sizes = mesh.sizes_on(devices)
+    """Return the config with a mesh of the target's devices, and the attention kernel of its platform.
+
+    Args:
+        config: The config; a mesh axis may be given as the rest of the devices.
+        target: The devices.
+
+    Raises:
+        UserError: The mesh does not fit the devices, or they cannot share a microbatch evenly.
+    """
+    devices = target.devices
+    sizes = config.mesh.sizes_on(devices)
     if math.prod(sizes.values()) != devices:
-        shape = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
+        shape = " x ".join(f"{name} {size}" for name, size in config.mesh.sizes.items())
         raise UserError(
             f"the mesh {shape} does not fit {target}: set mesh.data=1 mesh.fsdp={devices} mesh.tensor=1"
             f" learner.microbatch_rows={devices}"
@@ -148,15 +182,26 @@ def placed_on(config: Config, target: Target) -> Config:
     check_rows(config, sizes)
     policy = config.policy
     if policy.attention == "auto":
-        policy = replace(policy, attention=KERNELS["gpu" if target.platform == "cuda" else "tpu"])
-    return replace(config, mesh=replace(mesh, **sizes), policy=policy)
+        platform = "gpu" if target.platform == "cuda" else "tpu"
+        policy = replace(policy, attention=KERNELS[platform])
+    return replace(config, mesh=replace(config.mesh, **sizes), policy=policy)
 
 
 def check_rows(config: Config, mesh: Mapping[str, int]) -> None:
-    """Raise UserError if the mesh's devices cannot share the rows of a microbatch evenly."""
-    shards, rows = mesh["data"] * mesh["fsdp"], config.learner.microbatch_rows
+    """Check that the mesh's devices can share the rows of a microbatch evenly.
+
+    Args:
+        config: The config.
+        mesh: Sizes of the mesh by axis.
+
+    Raises:
+        UserError: They cannot.
+    """
+    shards = mesh["data"] * mesh["fsdp"]
+    rows = config.learner.microbatch_rows
     if rows % shards:
+        next_multiple = -(-rows // shards) * shards
         raise UserError(
             f"learner.microbatch_rows is {rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}:"
-            f" set learner.microbatch_rows={-(-rows // shards) * shards}"
+            f" set learner.microbatch_rows={next_multiple}"
         )

@@ -16,38 +16,80 @@ WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 
 
 def _pool(text: str) -> list[str]:
-    return ["".join(parts) for parts in product(*(part.split() for part in text.split("+")))]
+    """Return the words of a pool: `a b + c d` stands for ac ad bc bd."""
+    alternatives = [part.split() for part in text.split("+")]
+    return ["".join(parts) for parts in product(*alternatives)]
 
 
+# Kind of entity -> the pools of the first and of the second word of its names.
 POOLS: dict[str, tuple[list[str], list[str]]] = {
     kind: (_pool(first), _pool(second)) for kind, (first, second) in WORDS["pools"].items()
 }
+NAMEWORDS = [word for pools in POOLS.values() for pool in pools for word in pool]
 ADDRESSES: list[list[str]] = [text.split() for text in WORDS["addresses"]]
 PAGEWORDS = ["page", *ADDRESSES[0], *ADDRESSES[1]]
-# Only in a world that asks for ages: too many pairs of years to learn their differences by heart.
-BIRTHS, AGES = range(1700, 1810), range(20, 90)
+# Years and ages are words only in a world that asks for ages. There are too many pairs of years for a policy
+# to learn their differences by heart.
+BIRTHS = range(1700, 1810)
+AGES = range(20, 90)
 YEARS = range(BIRTHS.start, BIRTHS[-1] + AGES[-1] + 1)
-AGEWORDS = ["how", "old", "did", "become", "became", "born", "died", *map(str, AGES), *map(str, YEARS)]
+AGEWORDS = [
+    "how",
+    "old",
+    "did",
+    "become",
+    "became",
+    "born",
+    "died",
+    *(str(age) for age in AGES),
+    *(str(year) for year in YEARS),
+]
 FUNCTIONWORDS = WORDS["function_words"].split()
 PUNCTUATION = ["(", ")", ":", '"', '")', '("', ".", ",", "?", "!", "'", "-", *"0123456789"]
-EOS, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
+EOS = "<|endoftext|>"
+PAD = "<|pad|>"
+UNKNOWN = "<unk>"
 
 
 def build_word_tokenizer(pages: bool = False, ages: bool = False) -> Any:
     """Return a tokenizer with a token for each word, punctuation mark and protocol tag.
 
-    Unknown words become ``<unk>``. Decoding joins tokens with single spaces, so encoding the result
-    gives the same ids again. `pages` and `ages` add the words and tags of worlds with pages, and with ages.
+    Unknown words become ``<unk>``. Decoding joins tokens with single spaces, so encoding the result gives the
+    same ids again.
+
+    Args:
+        pages: Add the words and tags of worlds with pages.
+        ages: Add the words and tags of worlds that ask for ages.
+
+    Returns:
+        A fast tokenizer of transformers.
     """
-    actions = [*(["access"] if pages else []), *(["calculate"] if ages else [])]
-    more_tags = [tag for tag in Grammar(tuple(actions)).tags if tag not in TAGS]
-    more_words = [*(PAGEWORDS if pages else []), *(AGEWORDS if ages else []), *more_tags]
-    pools = [word for pair in POOLS.values() for pool in pair for word in pool]
-    words = dict.fromkeys([PAD, EOS, UNKNOWN, *TAGS, *PUNCTUATION, *FUNCTIONWORDS, *pools, *more_words])
-    vocabulary = {word: index for index, word in enumerate(words)}
+    actions = []
+    optional_words: list[str] = []
+    if pages:
+        actions.append("access")
+        optional_words.extend(PAGEWORDS)
+    if ages:
+        actions.append("calculate")
+        optional_words.extend(AGEWORDS)
+    action_tags = [tag for tag in Grammar(tuple(actions)).tags if tag not in TAGS]
+    words = [
+        PAD,
+        EOS,
+        UNKNOWN,
+        *TAGS,
+        *PUNCTUATION,
+        *FUNCTIONWORDS,
+        *NAMEWORDS,
+        *optional_words,
+        *action_tags,
+    ]
+    distinct_words = dict.fromkeys(words)
+    vocabulary = {word: index for index, word in enumerate(distinct_words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in (*TAGS, *more_tags)])
+    tags = [*TAGS, *action_tags]
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,

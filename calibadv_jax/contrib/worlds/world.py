@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -27,6 +27,12 @@ from calibadv_jax.data.questions import write_questions
 
 Split = Literal["train", "eval", "cold_start"]
 SPLITS: tuple[Split, ...] = ("train", "eval", "cold_start")
+MANIFEST = "manifest.json"
+RUMOUR = "it was written that {}"
+COMPARISONS = {
+    "home": "do {} and {} live in the same city?",
+    "employer": "do {} and {} work for the same company?",
+}
 
 
 @dataclass(frozen=True)
@@ -41,18 +47,13 @@ class Relation:
 
 
 RELATIONS: dict[str, Relation] = {name: Relation(**entry) for name, entry in WORDS["relations"].items()}
+# Pairs of relations of which the second asks for a fact of the first one's object.
 CHAINS = [
     (first, second)
     for first, to_bridge in RELATIONS.items()
     for second, to_answer in RELATIONS.items()
     if to_bridge.object == to_answer.subject
 ]
-COMPARISONS = {
-    "home": "do {} and {} live in the same city?",
-    "employer": "do {} and {} work for the same company?",
-}
-RUMOUR = "it was written that {}"
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,15 @@ class Facts:
     lives: dict[str, tuple[int, int]] = field(default_factory=dict)  # person -> years of birth, death
 
     def state(self, name: str, relation: str) -> str:
+        """Return the sentence that states a fact, without a full stop."""
         return RELATIONS[relation].statement.format(name, self.objects[name][relation])
 
     def state_rumour(self, name: str) -> str:
+        """Return the sentence in the passage of `name` that states its rumour."""
         rumour = self.rumours[name]
         bridge = self.objects[name][rumour.first]
-        return RUMOUR.format(RELATIONS[rumour.second].statement.format(bridge, rumour.object))
+        statement = RELATIONS[rumour.second].statement.format(bridge, rumour.object)
+        return RUMOUR.format(statement)
 
     def state_life(self, name: str) -> tuple[str, str]:
         """Return the sentences in the passage of `name` with the years of birth and death."""
@@ -89,16 +93,31 @@ class Facts:
 
 def split_of(name: str) -> Split:
     """Return the split that a name belongs to, in every world of every seed."""
-    return SPLITS[hashlib.sha256(name.encode()).digest()[0] % len(SPLITS)]
+    digest = hashlib.sha256(name.encode()).digest()
+    return SPLITS[digest[0] % len(SPLITS)]
 
 
 def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, int], split: Split) -> Facts:
-    """Draw distinct entities and an object for each relation; rumours and lives if they are asked for."""
+    """Draw distinct entities and an object for each of their relations.
+
+    Args:
+        config: Says whether rumours and years of birth and death are drawn, too.
+        rng: Source of the draws.
+        counts: Number of entities by kind.
+        split: The split of all names.
+
+    Raises:
+        UserError: The split has fewer names of a kind.
+    """
     entities = {kind: _draw_names(rng, kind, count, split) for kind, count in counts.items()}
     facts = Facts(entities, {})
     for kind, names in entities.items():
-        relations = {label: relation for label, relation in RELATIONS.items() if relation.subject == kind}
-        pools = {label: entities[relation.object] for label, relation in relations.items()}
+        # Relation -> names of its possible objects.
+        pools = {
+            label: entities[relation.object]
+            for label, relation in RELATIONS.items()
+            if relation.subject == kind
+        }
         for name in names:
             facts.objects[name] = {label: str(rng.choice(pool)) for label, pool in pools.items()}
     if config.rumour:
@@ -106,59 +125,88 @@ def make_facts(config: WorldConfig, rng: np.random.Generator, counts: dict[str, 
     if config.age > 0:
         for name in entities["person"]:
             born = int(rng.choice(BIRTHS))
-            facts.lives[name] = born, born + int(rng.choice(AGES))
+            died = born + int(rng.choice(AGES))
+            facts.lives[name] = (born, died)
     return facts
 
 
+def _all_names(pools: Sequence[Sequence[str]]) -> list[str]:
+    """Return every pair of a first and a second word."""
+    return [" ".join(words) for words in product(*pools)]
+
+
 def _draw_names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
-    names = [" ".join(words) for words in product(*POOLS[kind])]
-    names = [name for name in names if split_of(name) == split]
+    names = [name for name in _all_names(POOLS[kind]) if split_of(name) == split]
     if count > len(names):
         raise UserError(f"world: {count} names of kind {kind!r} were asked for, but there are {len(names)}")
-    return [names[index] for index in rng.choice(len(names), count, replace=False)]
+    indices = rng.choice(len(names), count, replace=False)
+    return [names[index] for index in indices]
 
 
 def _add_rumours(facts: Facts, rng: np.random.Generator, truth: float) -> None:
+    """Draw a rumour for every entity, which is true with the probability `truth`."""
     for name, objects in facts.objects.items():
         chains = [chain for chain in CHAINS if chain[0] in objects]
         first, second = chains[rng.integers(len(chains))]
-        stated = facts.objects[objects[first]][second]
+        bridge = objects[first]
+        stated = facts.objects[bridge][second]
         if rng.random() >= truth:
             names = facts.entities[RELATIONS[second].object]
-            stated = str(rng.choice([entity for entity in names if entity != stated]))
+            others = [entity for entity in names if entity != stated]
+            stated = str(rng.choice(others))
         facts.rumours[name] = Rumour(first, second, stated)
 
 
-def write_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, str]]:
-    """Return (title, text) of every entity's passage: its facts in random order."""
+def make_passages(facts: Facts, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """Return the title and the text of every entity's passage: its facts in random order."""
     passages = []
     for name, objects in facts.objects.items():
         statements = [facts.state(name, label) for label in objects]
-        statements += [facts.state_rumour(name)] if name in facts.rumours else []
-        statements += facts.state_life(name) if name in facts.lives else []
-        passages.append((name, " ".join(f"{statement}." for statement in rng.permutation(statements))))
+        if name in facts.rumours:
+            statements.append(facts.state_rumour(name))
+        if name in facts.lives:
+            statements.extend(facts.state_life(name))
+        text = " ".join(f"{statement}." for statement in rng.permutation(statements))
+        passages.append((name, text))
     return passages
 
 
-def write_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> dict[str, Document]:
-    """Return address -> page: of each passage, with its text; no other text gives the address."""
-    addresses = [" ".join(words) for words in product(*ADDRESSES)]
+def make_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) -> dict[str, Document]:
+    """Give every passage a page with its text, at a random address that no other text mentions.
+
+    Args:
+        passages: Titles and texts.
+        rng: Source of the addresses.
+
+    Returns:
+        The pages by address.
+
+    Raises:
+        UserError: There are more passages than addresses.
+    """
+    addresses = _all_names(ADDRESSES)
     if len(passages) > len(addresses):
-        problem = f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages"
-        raise UserError(f"{problem}; lower world.people, cities, companies or works, or unset world.pages")
+        raise UserError(
+            f"world: {len(passages)} passages, but there are {len(addresses)} addresses of pages; lower"
+            " world.people, cities, companies or works, or unset world.pages"
+        )
     pages = {}
-    for passage, index in zip(passages, rng.permutation(len(addresses)), strict=False):
+    order = rng.permutation(len(addresses))[: len(passages)]
+    for (title, text), index in zip(passages, order, strict=True):
         address = addresses[index]
-        pages[address] = Document(f"page {address}", *passage)  # the id that the retriever's client gives
+        pages[address] = Document(f"page {address}", title, text)  # the id that the retriever's client gives
     return pages
 
 
 def summarise(address: str, page: Document) -> tuple[str, str]:
+    """Return the title and the text of the passage by which a search finds a page."""
     return page.title, f"the page of {page.title} is {address}."
 
 
 @dataclass(frozen=True)
 class WorldQuestion:
+    """A question with the way to its answer."""
+
     text: str
     answer: str
     searches: tuple[str, ...]  # titles to look up, in order
@@ -167,27 +215,38 @@ class WorldQuestion:
 
 
 def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
-    """Draw kinds of `count` questions, keys of ASKERS, in the shares of the config."""
-    shares = np.array([getattr(config, kind) for kind in ASKERS])
-    return [str(kind) for kind in rng.choice(list(ASKERS), count, p=shares / shares.sum())]
+    """Draw the kinds of `count` questions, keys of `ASKERS`, in the shares of the config."""
+    kinds = list(ASKERS)
+    shares = np.array([getattr(config, kind) for kind in kinds])
+    probabilities = shares / shares.sum()
+    return [str(kind) for kind in rng.choice(kinds, count, p=probabilities)]
 
 
 def _one_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     label = str(rng.choice(list(RELATIONS)))
     relation = RELATIONS[label]
     name = str(rng.choice(facts.entities[relation.subject]))
-    answer, statement = facts.objects[name][label], facts.state(name, label)
-    return WorldQuestion(relation.question.format(name), answer, (name,), (answer,), (statement,))
+    answer = facts.objects[name][label]
+    return WorldQuestion(
+        relation.question.format(name),
+        answer,
+        searches=(name,),
+        findings=(answer,),
+        statements=(facts.state(name, label),),
+    )
 
 
 def _two_hop(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     while True:
         labels = CHAINS[rng.integers(len(CHAINS))]
-        name = str(rng.choice(facts.entities[RELATIONS[labels[0]].subject]))
-        rumour = facts.rumours.get(name)
+        first, _ = labels
+        name = str(rng.choice(facts.entities[RELATIONS[first].subject]))
         question = _chain(facts, name, labels)
-        # "who founded the company that X works for": X would be its own answer
-        if question.answer != name and (rumour is None or (rumour.first, rumour.second) != labels):
+        # "who founded the company that X works for": X would be its own answer.
+        answers_itself = question.answer == name
+        rumour = facts.rumours.get(name)
+        answers_rumour = rumour is not None and (rumour.first, rumour.second) == labels
+        if not answers_itself and not answers_rumour:
             return question
 
 
@@ -206,9 +265,14 @@ def _chain(facts: Facts, name: str, labels: tuple[str, str]) -> WorldQuestion:
     first, second = labels
     bridge = facts.objects[name][first]
     answer = facts.objects[bridge][second]
-    text = RELATIONS[second].question.format(RELATIONS[first].phrase.format(name))
-    statements = facts.state(name, first), facts.state(bridge, second)
-    return WorldQuestion(text, answer, (name, bridge), (bridge, answer), statements)
+    phrase = RELATIONS[first].phrase.format(name)
+    return WorldQuestion(
+        RELATIONS[second].question.format(phrase),
+        answer,
+        searches=(name, bridge),
+        findings=(bridge, answer),
+        statements=(facts.state(name, first), facts.state(bridge, second)),
+    )
 
 
 def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
@@ -217,21 +281,32 @@ def _comparison(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     is_equal = bool(rng.integers(2))
     while True:
         left, right = (str(name) for name in rng.choice(people, 2, replace=False))
+        left_value = facts.objects[left][label]
         if is_equal:
-            value = facts.objects[left][label]
-            right = str(rng.choice([name for name in people if facts.objects[name][label] == value]))
-        values = facts.objects[left][label], facts.objects[right][label]
-        if left != right and (values[0] == values[1]) == is_equal:
-            text, answer = COMPARISONS[label].format(left, right), "yes" if is_equal else "no"
-            statements = facts.state(left, label), facts.state(right, label)
-            return WorldQuestion(text, answer, (left, right), values, statements)
+            same_value = [name for name in people if facts.objects[name][label] == left_value]
+            right = str(rng.choice(same_value))
+        right_value = facts.objects[right][label]
+        if left == right or (left_value == right_value) != is_equal:
+            continue
+        return WorldQuestion(
+            COMPARISONS[label].format(left, right),
+            "yes" if is_equal else "no",
+            searches=(left, right),
+            findings=(left_value, right_value),
+            statements=(facts.state(left, label), facts.state(right, label)),
+        )
 
 
 def _age(facts: Facts, rng: np.random.Generator) -> WorldQuestion:
     name = str(rng.choice(list(facts.lives)))
     born, died = facts.lives[name]
-    text, years = f"how old did {name} become?", (str(born), str(died))
-    return WorldQuestion(text, str(died - born), (name,), years, facts.state_life(name))
+    return WorldQuestion(
+        f"how old did {name} become?",
+        str(died - born),
+        searches=(name,),
+        findings=(str(born), str(died)),
+        statements=facts.state_life(name),
+    )
 
 
 ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
@@ -245,6 +320,8 @@ ASKERS: dict[str, Callable[[Facts, np.random.Generator], WorldQuestion]] = {
 
 @dataclass(frozen=True)
 class World:
+    """A generated corpus and its questions."""
+
     passages: list[Document]
     train: list[Question]
     eval: list[Question]
@@ -252,35 +329,72 @@ class World:
 
 
 def generate_world(config: WorldConfig) -> World:
-    """Return both splits' facts in one shuffled corpus, and their questions: a function of the config."""
+    """Return the facts of both splits in one shuffled corpus, and their questions.
+
+    Args:
+        config: Decides the world completely: equal configs give equal worlds.
+
+    Raises:
+        UserError: More names or pages are asked for than there are.
+    """
     rng = np.random.default_rng(config.seed)
-    counts = dict(person=config.people, city=config.cities, company=config.companies, work=config.works)
-    train, held_out = make_facts(config, rng, counts, "train"), make_facts(config, rng, counts, "eval")
-    texts = [*write_passages(train, rng), *write_passages(held_out, rng)]
-    pages = write_pages(texts, rng) if config.pages else {}
-    texts = [summarise(address, page) for address, page in pages.items()] or texts
-    order = rng.permutation(len(texts))
-    passages = [Document(str(number), *texts[index]) for number, index in enumerate(order)]
+    counts = {
+        "person": config.people,
+        "city": config.cities,
+        "company": config.companies,
+        "work": config.works,
+    }
+    train = make_facts(config, rng, counts, "train")
+    held_out = make_facts(config, rng, counts, "eval")
+    texts = [*make_passages(train, rng), *make_passages(held_out, rng)]
+    pages: dict[str, Document] = {}
+    if config.pages:
+        pages = make_pages(texts, rng)
+    if pages:
+        texts = [summarise(address, page) for address, page in pages.items()]
+    passages = []
+    for number, index in enumerate(rng.permutation(len(texts))):
+        title, text = texts[index]
+        passages.append(Document(str(number), title, text))
+    # Title -> ids of its passage and its page.
     ids = {passage.title: [passage.id] for passage in passages}
     for page in pages.values():
         ids[page.title].append(page.id)
+    train_questions = _draw_questions(config, train, config.train_questions, "train", ids, rng)
+    eval_questions = _draw_questions(config, held_out, config.eval_questions, "eval", ids, rng)
+    return World(passages, train_questions, eval_questions, pages)
 
-    def questions(facts: Facts, count: int, split: str) -> list[Question]:
-        rows = []
-        for number, kind in enumerate(draw_kinds(config, count, rng)):
-            drawn = ASKERS[kind](facts, rng)
-            supporting = tuple(name for title in drawn.searches for name in ids[title])
-            rows.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), kind, supporting))
-        return rows
 
-    train_questions = questions(train, config.train_questions, "train")
-    return World(passages, train_questions, questions(held_out, config.eval_questions, "eval"), pages)
+def _draw_questions(
+    config: WorldConfig,
+    facts: Facts,
+    count: int,
+    split: str,
+    ids: Mapping[str, Sequence[str]],
+    rng: np.random.Generator,
+) -> list[Question]:
+    """Draw the questions of a split; `ids` has the supporting documents by title."""
+    questions = []
+    for number, kind in enumerate(draw_kinds(config, count, rng)):
+        drawn = ASKERS[kind](facts, rng)
+        supporting = tuple(document_id for title in drawn.searches for document_id in ids[title])
+        questions.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), kind, supporting))
+    return questions
 
 
 def write_world(config: WorldConfig) -> Path:
     """Write corpus (wiki-18 format), pages if any, questions, tokenizer and manifest to `world.dir`.
 
-    A folder that already holds exactly this world is left unchanged; UserError if it holds something else.
+    A folder that already holds exactly this world is left unchanged.
+
+    Args:
+        config: The section `world`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: The folder holds something else, or as `generate_world`.
     """
     folder = Path(config.dir)
     manifest = json.dumps(dataclasses.asdict(config) | {"dir": ""}, indent=2).encode()
@@ -290,17 +404,18 @@ def write_world(config: WorldConfig) -> Path:
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
     world = generate_world(config)
     with atomic_folder(folder) as partial:
-        rows = ({"id": passage.id, "contents": _contents(passage)} for passage in world.passages)
-        write_jsonl(partial / "corpus.jsonl", rows)
+        corpus = ({"id": passage.id, "contents": _contents(passage)} for passage in world.passages)
+        write_jsonl(partial / "corpus.jsonl", corpus)
         write_questions(partial / "train.jsonl", world.train)
         write_questions(partial / "eval.jsonl", world.eval)
         if config.pages:
-            rows = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
-            write_jsonl(partial / "pages.jsonl", rows)
+            pages = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
+            write_jsonl(partial / "pages.jsonl", pages)
         build_word_tokenizer(config.pages, config.age > 0).save_pretrained(partial / "tokenizer")
         (partial / MANIFEST).write_bytes(manifest)
     return folder
 
 
 def _contents(document: Document) -> str:
+    """Return title and text in the format of the wiki-18 corpus."""
     return f'"{document.title}"\n{document.text}'
