@@ -16,8 +16,8 @@ from calibadv_jax.core.interfaces import Sampler
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.distributed.exchange import ALONE, Hosts
 from calibadv_jax.distributed.joining import own_workers
+from calibadv_jax.distributed.process_group import ALONE, Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
