@@ -17,7 +17,7 @@ from calibadv_jax.distributed.process_group import Hosts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_client import identity as index_identity
+from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import weights_hash
 

@@ -26,7 +26,8 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import check_running, open_retriever
 
 
 def check_inputs(config: Config, warn: Callable[[str], object] = lambda _: None) -> None:
