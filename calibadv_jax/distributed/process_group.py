@@ -336,7 +336,7 @@ class MultiProcessGroup(Hosts):
     def _gather_messages(self, message: _BarrierMessage, deadline: float = math.inf) -> list[_BarrierMessage]:
         """Return the messages of all processes at a barrier.
 
-        Raises TimeoutError if a process is missing at the `deadline` (`time.monotonic`).
+        Raises TimeoutError if a process is missing at the `deadline`, a time of the monotonic clock.
         """
 
         def check() -> None:

@@ -124,7 +124,7 @@ async def request(
         method: HTTP method.
         url: Address.
         longest: Longest body in bytes, decompressed.
-        **arguments: Passed to `aiohttp.ClientSession.request`.
+        **arguments: Passed to the `request` of the session.
 
     Raises:
         BadReply: The body is longer than `longest`.
