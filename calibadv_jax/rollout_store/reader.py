@@ -96,8 +96,8 @@ def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
     Args:
         path: Its file: see `find_step`.
-        columns: Names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``. None: all
-            columns.
+        columns: Names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``. None:
+            all columns.
 
     Raises:
         UserError: The file is missing, damaged or of another schema version.
