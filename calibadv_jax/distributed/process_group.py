@@ -48,7 +48,7 @@ LONGEST_INLINE_VALUE = 2**14
 
 
 class Hosts:
-    """The process group of a run with a single process: there is nothing to exchange and nobody to wait for.
+    """The process group of a run with a single process, which has nothing to exchange and no one to wait for.
 
     Attributes:
         index: Number of this process, from 0.
@@ -174,11 +174,10 @@ class MultiProcessGroup(Hosts):
 
     def exchange(self, name: str, value: T) -> list[T]:
         data = to_bytes(value)
+        inline_value = data if len(data) <= LONGEST_INLINE_VALUE else b""
         # From here on the other processes rely on this one, so a signal takes effect after the exchange.
         with self._stop.held():
-            messages = self._wait_at_barrier(
-                name, len(data), data if len(data) <= LONGEST_INLINE_VALUE else b""
-            )
+            messages = self._wait_at_barrier(name, len(data), inline_value)
             longest = max(message.value_length for message in messages)
             if longest <= LONGEST_INLINE_VALUE:
                 values = [message.inline_value for message in messages]
@@ -289,8 +288,8 @@ class MultiProcessGroup(Hosts):
     def _announce_stop(self, name: str, error: BaseException) -> None:
         """Tell the other processes at the next barrier that this one stops, and wait for them.
 
-        Returns where the caller must raise `error`. Raises the common error of all processes if this process
-        stops only because another one does.
+        Afterwards the caller raises `error`. If this process stops only because another one does, this raises
+        the common error of all processes instead.
         """
         with suppress(jax.errors.JaxRuntimeError):
             self.watchdog.write_note(STOPPING, "")

@@ -188,8 +188,8 @@ def unanswered(means: Means) -> list[str]:
     for temperature, sources in means.items():
         if sources[ALL].get("answered") == 0:
             warnings.append(
-                f"temperature {temperature}: nobody answered; teach the format (calibadv sft), or raise"
-                " rollout.max_turn_length and rollout.max_length"
+                f"temperature {temperature}: no trajectory has an answer; teach the format (calibadv sft),"
+                " or raise rollout.max_turn_length and rollout.max_length"
             )
     return warnings
 
@@ -206,7 +206,7 @@ def table_rows(report: ScoreReport) -> tuple[list[str], list[list[Any]]]:
             scores = [values.get(name, "-") for name in names]
             counts = [int(values[name]) for name in COUNTS]
             rows.append([temperature, source, *scores, *counts])
-    # The column of data sources is called "data". Its earlier name "questions" now means the count.
+    # The column of data sources is called "data", because "questions" is the name of a count.
     return ["temperature", "data", *names, *COUNTS], rows
 
 

@@ -29,7 +29,7 @@ def test_exchange_keeps_the_order_of_processes():
             hosts.exchange("a", hosts.index),
             hosts.run_on_main_and_broadcast("b", lambda: f"from {hosts.index}"),
         ]
-        hosts.final_barrier()  # nobody is watched any more
+        hosts.final_barrier()  # it ends the watchdog
         assert not hosts.watchdog._thread.is_alive()
         return values, hosts.machines, hosts.describe_process(2)
 

@@ -55,7 +55,7 @@ def test_lost_or_ended_process_ends_this_one(monkeypatch, capfd, notes, silent, 
     assert statuses == ([75] if line else [])
 
 
-def test_paused_watchdog_counts_nobody_as_lost(monkeypatch):
+def test_paused_watchdog_counts_no_process_as_lost(monkeypatch):
     """A process that was stopped and goes on must not take the others for dead."""
     watcher = make_watchdog(None, index=0, count=2)
     silences, now = [], iter([0.0, 1.0, 100.0, 101.0])
