@@ -30,7 +30,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
 from calibadv_jax.rollout_store.reader import read_columns
-from calibadv_jax.services.retriever_client import RetrieverProcess
+from calibadv_jax.services.retriever_process import RetrieverProcess
 from scripts.prepare_wiki_sample import train_tokenizer
 
 need("sentence_transformers")

@@ -21,8 +21,8 @@ from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import answer_warnings, load_questions
-from calibadv_jax.distributed.exchange import Hosts
 from calibadv_jax.distributed.joining import init_distributed
+from calibadv_jax.distributed.process_group import Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
 from calibadv_jax.metrics.shown_steps import ShownSteps

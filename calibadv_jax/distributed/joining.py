@@ -5,15 +5,12 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import re
-import select
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NoReturn
 
 import jax
 from jax._src import distributed  # the only place where JAX gives its client of the coordination service
@@ -28,25 +25,27 @@ from calibadv_jax.core.errors import (
     storage_errno,
 )
 from calibadv_jax.core.stopping import Stop, exit_process_now
-from calibadv_jax.distributed.exchange import Hosts, Joined
+from calibadv_jax.distributed.process_group import Hosts, MultiProcessGroup
+from calibadv_jax.distributed.rendezvous import wait_for_processes
 from calibadv_jax.metrics.console import Console
 
-AUTO = "auto"
+AUTO = "auto"  # value of distributed.coordinator_address with which JAX detects address and numbers
+# Keys of the section `distributed` -> environment variables that are read where the key is not set.
 KEYS = {
     "coordinator_address": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-PERIOD = 0.5  # seconds between two checks
-PATIENCE = 10  # times the timeout after which a process is given up
-LINE = 300  # bytes of a message at most
-_HELLO, _GO = re.compile(rb"calibadv (\d+) (\d+)\s*"), b"go\n"
-MARGIN = 10.0  # seconds for which an error waits for the news that another process is lost
+# Seconds for which an error waits for the news that another process is lost, which may have caused it.
+LOST_PROCESS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """A process of a run; of an automatic address, JAX finds out what is None."""
+class Rendezvous:
+    """Where the processes of a run meet, and the number of this one.
+
+    With the address AUTO, the numbers that are None are detected by JAX.
+    """
 
     address: str  # host:port of process 0, or AUTO
     num_processes: int | None
@@ -55,248 +54,228 @@ class Place:
 
 @contextmanager
 def init_distributed(config: Config) -> Iterator[Hosts]:
-    """Yield this process among the run's, by the section `distributed`; UserError if one is missing."""
-    place, timeout = _place(config.distributed), config.distributed.timeout
-    hosts = _join(place, timeout, Console(config.log.progress).warn) if place else None
+    """Join the processes of a run for the time of the block, by the section `distributed`.
+
+    Yields:
+        The process group: for a run with one process, `Hosts` itself.
+
+    Raises:
+        UserError: The section is incomplete, a process is missing, or the processes have different configs or
+            numbers of devices.
+    """
+    rendezvous = _read_rendezvous(config.distributed)
+    timeout = config.distributed.timeout
+    hosts = None
+    if rendezvous is not None:
+        hosts = _join(rendezvous, timeout, Console(config.log.progress).warn)
     if hosts is None:
         yield Hosts()
         return
     try:
-        _check(config, hosts)
+        _check_processes(config, hosts)
         yield hosts
     except BaseException as error:
         if hosts.in_step:
-            _end(hosts)
+            _end_together(hosts)
         else:
             _end_alone(hosts, error, timeout)
         raise
-    _end(hosts)
+    _end_together(hosts)
 
 
 def alone(config: DistributedConfig, command: str) -> None:
-    """Refuse (UserError) several processes, for a command that runs in one."""
-    place = _place(config)
-    if place and (place.num_processes or 1) > 1:
-        fault = f"calibadv {command} runs in one process: start it once"
-        raise UserError(f"{fault}, without distributed.num_processes and {KEYS['num_processes']}")
+    """Check that only one process was started, for a command that runs in one process.
+
+    Args:
+        config: The section `distributed`.
+        command: Name of the command in messages.
+
+    Raises:
+        UserError: Several processes are configured.
+    """
+    rendezvous = _read_rendezvous(config)
+    if rendezvous is not None and (rendezvous.num_processes or 1) > 1:
+        raise UserError(
+            f"calibadv {command} runs in one process: start it once, without distributed.num_processes and"
+            f" {KEYS['num_processes']}"
+        )
 
 
 def describe_processes(config: Config) -> list[str]:
-    """Return a line on how many processes train; none for one. Raises UserError as `init_distributed`."""
-    place = _place(config.distributed)
-    if not place:
+    """Return a line on how many processes train; no line for one process.
+
+    Raises:
+        UserError: The section `distributed` is incomplete, or there are too few vLLM workers.
+    """
+    rendezvous = _read_rendezvous(config.distributed)
+    if rendezvous is None:
         return []
-    if place.num_processes is None or place.address == AUTO:
+    if rendezvous.num_processes is None or rendezvous.address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    own_workers(config.sampler, 0, place.num_processes)
-    text = f"this is number {place.process_id} of {place.num_processes}; they meet at {place.address}"
-    return [f"several processes ON: {text}"]
+    own_workers(config.sampler, 0, rendezvous.num_processes)
+    return [
+        f"several processes ON: this is number {rendezvous.process_id} of {rendezvous.num_processes};"
+        f" they meet at {rendezvous.address}"
+    ]
 
 
-def _place(config: DistributedConfig) -> Place | None:
-    """Return this process's place by keys and environment; None for one process."""
-    values: dict[str, Any] = {name: getattr(config, name) for name in KEYS}
-    for name, variable in KEYS.items():
-        text = os.environ.get(variable)
-        if text and values[name] in ("", None):
-            is_number = name != "coordinator_address"
-            if is_number and not text.isdigit():
-                fault = f"environment variable {variable}={text!r} is no number"
-                raise UserError(f"{fault}; set it to one, or unset it")
-            values[name] = int(text) if is_number else text
-    address, count, index = values.values()
+def _read_rendezvous(config: DistributedConfig) -> Rendezvous | None:
+    """Return where this process meets the others, by keys and environment; None for a single process."""
+    address = config.coordinator_address or os.environ.get(KEYS["coordinator_address"], "")
+    count = config.num_processes
+    if count is None:
+        count = _read_number(KEYS["num_processes"])
+    index = config.process_id
+    if index is None:
+        index = _read_number(KEYS["process_id"])
     if count == 1 or not (address or count):
         return None
     if not address:
-        fault = f"distributed.num_processes is {count}, but nothing says where they meet"
-        raise UserError(f"{fault}: set distributed.coordinator_address to host:port of process 0, or to auto")
-    missing = [name for name, value in values.items() if value is None]
-    if address != AUTO and missing:
         raise UserError(
-            f"distributed.coordinator_address is {address}, but distributed.{missing[0]} is missing: give"
-            f" it (or {KEYS[missing[0]]}), or set distributed.coordinator_address=auto"
+            f"distributed.num_processes is {count}, but nothing says where they meet: set"
+            " distributed.coordinator_address to host:port of process 0, or to auto"
         )
+    if address != AUTO:
+        if count is None:
+            _refuse_missing_key("num_processes", address)
+        if index is None:
+            _refuse_missing_key("process_id", address)
     if count is not None and index is not None and index >= count:
-        fault = f"distributed.process_id is {index}, but there are distributed.num_processes={count}"
-        raise UserError(f"{fault}: they are numbered 0 to {count - 1}")
-    return Place(address, count, index)
+        raise UserError(
+            f"distributed.process_id is {index}, but there are distributed.num_processes={count}: they are"
+            f" numbered 0 to {count - 1}"
+        )
+    return Rendezvous(address, count, index)
 
 
-def _join(place: Place, timeout: float, warn: Callable[[str], object]) -> Joined | None:
-    address: str | None = place.address
-    count, index = place.num_processes, place.process_id
-    is_auto = address == AUTO
-    if is_auto:  # as JAX does below
-        detect = ClusterEnv.auto_detect_unset_distributed_params
-        address, count, index, _ = detect(None, count, index, None, None, math.ceil(timeout))
-    if address and count is not None and count > 1 and index is not None:  # else JAX says what is missing
+def _read_number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    if not text.isdigit():
+        raise UserError(f"environment variable {variable}={text!r} is no number; set it to one, or unset it")
+    return int(text)
+
+
+def _refuse_missing_key(key: str, address: str) -> NoReturn:
+    raise UserError(
+        f"distributed.coordinator_address is {address}, but distributed.{key} is missing: give it (or"
+        f" {KEYS[key]}), or set distributed.coordinator_address=auto"
+    )
+
+
+def _join(rendezvous: Rendezvous, timeout: float, warn: Callable[[str], object]) -> MultiProcessGroup | None:
+    """Connect this process with the others through JAX; return None if JAX detects a single process."""
+    is_auto = rendezvous.address == AUTO
+    address: str | None = rendezvous.address
+    count = rendezvous.num_processes
+    index = rendezvous.process_id
+    if is_auto:
+        # The same detection as in jax.distributed.initialize.
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            None, count, index, None, None, math.ceil(timeout)
+        )
+    # If anything is missing here, the error of JAX below says what.
+    if address and count is not None and count > 1 and index is not None:
         with Stop():  # a signal ends the wait at once
-            meet(address, count, index, timeout, warn)
-    # JAX would take SIGTERM for itself; and it ends a process in its own way where another is lost, later.
+            wait_for_processes(address, count, index, timeout, warn)
+    # JAX's service would handle SIGTERM itself, and end a process in its own way, later, if another is lost.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            coordinator_address=None if is_auto else place.address,
-            num_processes=place.num_processes,
-            process_id=place.process_id,
+            coordinator_address=None if is_auto else rendezvous.address,
+            num_processes=rendezvous.num_processes,
+            process_id=rendezvous.process_id,
             cluster_detection_method=None if is_auto else "deactivate",
-            heartbeat_timeout_seconds=math.ceil(3 * timeout + MARGIN),
+            heartbeat_timeout_seconds=math.ceil(3 * timeout + LOST_PROCESS_SECONDS),
             shutdown_timeout_seconds=math.ceil(timeout),
         )
-    except (RuntimeError, ValueError) as error:  # JaxRuntimeError is one
-        where = "the job's processes (auto)" if is_auto else address
+    except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
+        place = "the job's processes (auto)" if is_auto else address
         raise EnvironmentFailure(
-            f"distributed.coordinator_address: process {place.process_id} could not join {where}:"
+            f"distributed.coordinator_address: process {rendezvous.process_id} could not join {place}:"
             f" {' '.join(str(error).split())[:300]}; is every process started, with the same address and"
             " num_processes, and is the port free?"
         ) from error
     state = distributed.global_state
     if state.num_processes == 1:
         return None
-    return Joined(state.client, state.process_id, state.num_processes, timeout)
+    return MultiProcessGroup(state.client, state.process_id, state.num_processes, timeout)
 
 
-def _check(config: Config, hosts: Joined) -> None:
-    if len(set(hosts.machines)) > 1 and config.asks_retriever and not config.retriever.url:
+def _check_processes(config: Config, hosts: MultiProcessGroup) -> None:
+    """Raise UserError unless the processes fit together: services, devices, config."""
+    num_machines = len(set(hosts.machines))
+    if num_machines > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
-            f"retriever.url is empty, and the processes are on {len(set(hosts.machines))} machines: start the"
+            f"retriever.url is empty, and the processes are on {num_machines} machines: start the"
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
     own_workers(config.sampler, 0, hosts.count)
-    with hosts.barrier("devices"):  # so that all end with the same status
+    with hosts.barrier("devices"):  # so that all processes end with the same status
         devices = hosts.exchange("devices", jax.local_device_count())
         if len(set(devices)) > 1:
             raise UserError(f"the processes have {devices} devices: each must have the same number")
-    for section, values in (asdict(config) | {"distributed": None}).items():
+    for section, values in asdict(config).items():
+        if section == "distributed":
+            continue  # it holds the number of each process
         hosts.assert_equal(f"section {section!r} in its config", partial(repr, values))
 
 
-def _end(hosts: Joined) -> None:
+def _end_together(hosts: MultiProcessGroup) -> None:
     hosts.final_barrier()
     jax.distributed.shutdown()
 
 
-def _end_alone(hosts: Joined, error: BaseException, timeout: float) -> None:
-    """Say why this process ends, and let it end without waiting for the others, which are elsewhere."""
+def _end_alone(hosts: MultiProcessGroup, error: BaseException, timeout: float) -> None:
+    """Tell the other processes why this one ends, and let it end without waiting for them.
+
+    They are elsewhere in the program, so they cannot reach the same barrier.
+    """
     if isinstance(error, jax.errors.JaxRuntimeError) or is_lost_process(error):
-        # A program that another process has left fails here too: `Watch` knows why, and ends this one.
-        time.sleep(timeout + MARGIN)
-    status = error.code if isinstance(error, SystemExit) else 1
+        # A program on the devices of all processes fails here too if another process is lost. The watchdog
+        # knows which one, and ends this process during the wait.
+        time.sleep(timeout + LOST_PROCESS_SECONDS)
+    status: object = 1
+    if isinstance(error, SystemExit):
+        status = error.code
     if isinstance(error, UserError) or storage_errno(error) is not None:
         status = exit_status(error)
-    hosts.watch.last_words(" ".join(f"{type(error).__name__} {error}".split()))
-    # This runs before JAX' own end, which waits for the others.
+    hosts.watchdog.report_failure(" ".join(f"{type(error).__name__} {error}".split()))
+    # This exit handler runs before JAX's own, which waits for the other processes.
     atexit.register(exit_process_now, status if isinstance(status, int) else 1)
 
 
-def meet(address: str, count: int, index: int, timeout: float, warn: Callable[[str], object]) -> None:
-    """Wait until all processes have started; `address` (host:port) is that of process 0.
-
-    After `timeout` seconds `warn` gets a line with the missing processes; after `PATIENCE` times as long they
-    are given up (EnvironmentFailure). Raises UserError if the processes disagree about their numbers.
-    """
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or int(port) > 65535:
-        raise UserError(f"distributed.coordinator_address={address} names no port; set it to host:port")
-    begun, has_warned = time.monotonic(), False
-
-    def check(missing: str) -> None:
-        nonlocal has_warned
-        seconds = time.monotonic() - begun
-        if seconds > PATIENCE * timeout:
-            raise EnvironmentFailure(
-                f"{missing} did not start within {seconds:.0f} s; start every process, with the same"
-                " distributed.coordinator_address and num_processes, at an address that all reach"
-            )
-        if seconds > timeout and not has_warned:
-            has_warned = True
-            warn(f"waiting for {missing} since {seconds:.0f} s")
-
-    if index:
-        _come(host.strip("[]"), int(port), count, index, check)
-    else:
-        bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address).rpartition(":")[2]
-        _receive(int(bound), count, check)
-
-
-def _receive(port: int, count: int, check: Callable[[str], None]) -> None:
-    has_ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
-    try:
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_ipv6)
-    except OSError as error:
-        fault = f"distributed.coordinator_address: port {port} cannot be opened ({error.strerror})"
-        raise EnvironmentFailure(f"{fault}; end the process that has it, or choose another port") from error
-    present: dict[socket.socket, int] = {}  # number of the process, by its connection
-    with ExitStack() as stack:
-        stack.enter_context(listener)
-        while len(present) < count - 1:
-            readable, _, _ = select.select([listener, *present], [], [], PERIOD)
-            check(_names(set(range(1, count)) - set(present.values())))
-            ended = [present[connection] for connection in readable if connection in present]
-            if ended:  # nothing else makes them readable: they only wait
-                fault = f"{_names(ended)} ended before all had started"
-                raise EnvironmentFailure(f"{fault}; start all processes again")
-            if readable:
-                _admit(stack.enter_context(listener.accept()[0]), count, present)
-        for connection in present:
-            with suppress(OSError):
-                connection.sendall(_GO)
-        for connection in present:  # they close first, so that JAX can open the port at once
-            with suppress(OSError):
-                connection.recv(1)
-
-
-def _admit(connection: socket.socket, count: int, present: dict[socket.socket, int]) -> None:
-    """Read which process this is; anything else that connects is left alone."""
-    connection.settimeout(PERIOD)
-    with suppress(OSError):
-        if (hello := _HELLO.fullmatch(connection.recv(LINE))) is None:
-            return
-        index, its_count = map(int, hello.groups())
-        if index in present.values() or (its_count == count and not index):
-            raise UserError(f"distributed: two processes are number {index}")
-        if its_count != count or index >= count:
-            problem = f"is {its_count} in process {index} and {count} in process 0"
-            raise UserError(f"distributed.num_processes {problem}")
-        present[connection] = index
-
-
-def _come(host: str, port: int, count: int, index: int, check: Callable[[str], None]) -> None:
-    while True:
-        check(f"process 0 ({host}:{port})")
-        try:
-            connection = socket.create_connection((host, port), timeout=2.0)
-            break
-        except OSError:  # not started yet, or its name is not known yet
-            time.sleep(PERIOD)
-    with connection, connection.makefile("rb") as lines, suppress(OSError):
-        connection.sendall(b"calibadv %d %d\n" % (index, count))
-        while not select.select([connection], [], [], PERIOD)[0]:
-            check("another process (process 0 says which)")
-        if lines.readline(LINE) == _GO:
-            return
-    fault = f"process 0 ({host}:{port}) ended before all had started"
-    raise EnvironmentFailure(f"{fault}; see its error, and start all processes again")
-
-
-def _names(indices: Iterable[int]) -> str:
-    names = sorted(indices)
-    return f"process {names[0]}" if len(names) == 1 else f"processes {', '.join(map(str, names))}"
-
-
 def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
-    """Return `sampler` with the workers of process `index`, and the number before; UserError if too few."""
+    """Return the vLLM workers of a process.
+
+    Args:
+        config: The section `sampler`.
+        index: Number of the process.
+        count: Number of processes.
+
+    Returns:
+        The section with the workers of this process only, and the number of workers of earlier processes.
+
+    Raises:
+        UserError: The workers cannot be divided between the processes.
+    """
     if config.name != "vllm":
         return config, 0
     total = len(config.urls) or config.workers
     if config.urls and total < count:
-        fault = f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes"
-        raise UserError(f"{fault}: each process needs one of its own; start {count - total} more")
+        raise UserError(
+            f"sampler.urls names {total} vLLM worker{'s' if total > 1 else ''} for {count} processes: each"
+            f" process needs one of its own; start {count - total} more"
+        )
     if not config.urls and total % count:
-        fault = f"sampler.workers is {config.workers}, for {count} processes that start as many each"
-        raise UserError(f"{fault}: set it to a multiple of {count}")
-    begin, end = (total * number // count for number in (index, index + 1))
+        raise UserError(
+            f"sampler.workers is {config.workers}, for {count} processes that start as many each: set it to"
+            f" a multiple of {count}"
+        )
+    begin = total * index // count
+    end = total * (index + 1) // count
     if config.urls:
         return replace(config, urls=config.urls[begin:end]), begin
-    return replace(config, workers=end - begin, worker_devices=config.worker_devices[begin:end]), begin
+    worker_devices = config.worker_devices[begin:end]
+    return replace(config, workers=end - begin, worker_devices=worker_devices), begin

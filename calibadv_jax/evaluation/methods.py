@@ -17,51 +17,81 @@ _ANSWER = (
     "the answer, short and without explanation, between <answer> and </answer>, for example"
     " <answer> Beijing </answer>."
 )
-FIRST_TRY = 16384  # letters of passages whose tokens are counted first; a page may be a million
-MAX_DRAWS = 8  # other questions whose documents are tried, before a search shows fewer than it found
+# Characters of the passages that `with_passages` tries first: a page may have a million, and counting their
+# tokens takes long.
+FIRST_TRY = 16384
+# Number of other questions whose documents `RandomDocuments` tries before a search shows fewer documents than
+# the real search found.
+MAX_DRAWS = 8
 
 
 @dataclass(frozen=True)
 class Method:
-    template: str | None  # prompt of a method with a single turn; None: the agent's own prompt and turns
+    """How an evaluation answers questions.
+
+    Attributes:
+        template: Prompt of a method with a single turn; None: the agent's own prompt and turns.
+        asks_retriever: Whether the method needs the retriever.
+    """
+
+    template: str | None
     asks_retriever: bool
 
 
 METHODS = {
-    "agent": Method(None, True),
-    "direct": Method(f"Answer the question. Write only {_ANSWER} Question: {{question}}\n", False),
+    "agent": Method(template=None, asks_retriever=True),
+    "direct": Method(
+        template=f"Answer the question. Write only {_ANSWER} Question: {{question}}\n",
+        asks_retriever=False,
+    ),
     "chain_of_thought": Method(
-        "Answer the question. First reason about it step by step, between <think> and </think>. Then write"
-        f" {_ANSWER} Question: {{question}}\n",
-        False,
+        template=(
+            "Answer the question. First reason about it step by step, between <think> and </think>. Then"
+            f" write {_ANSWER} Question: {{question}}\n"
+        ),
+        asks_retriever=False,
     ),
     "rag": Method(
-        "Answer the question. A search engine found these passages for it; they may lack what is needed."
-        f" Write only {_ANSWER}\n{{question}}\n",
-        True,
+        template=(
+            "Answer the question. A search engine found these passages for it; they may lack what is needed."
+            f" Write only {_ANSWER}\n{{question}}\n"
+        ),
+        asks_retriever=True,
     ),
-    "empty_retriever": Method(None, False),
-    "random_documents": Method(None, True),
+    "empty_retriever": Method(template=None, asks_retriever=False),
+    "random_documents": Method(template=None, asks_retriever=True),
 }
 
 
 def method_config(config: Config) -> Config:
     """Return the config with which the trajectories of `evaluate.method` are written."""
-    method, rollout = METHODS[config.evaluate.method], config.rollout
+    method = METHODS[config.evaluate.method]
     if not method.asks_retriever:
         config = replace(config, retriever=config.retriever.at(NO_RETRIEVER))
     if method.template is None:
         return config
-    longest = rollout.max_prompt_length
-    if method.asks_retriever:  # the passages stand in the prompt
-        longest = min(longest + rollout.max_observation_length, rollout.max_length - 1)
+    max_prompt_length = config.rollout.max_prompt_length
+    if method.asks_retriever:
+        # The passages are in the prompt, so it may be longer by the length of an observation.
+        max_prompt_length += config.rollout.max_observation_length
+        max_prompt_length = min(max_prompt_length, config.rollout.max_length - 1)
     template = config.evaluate.template or method.template
-    prompt = replace(config.prompt, template=template, prepend_think=False)
-    return replace(config, prompt=prompt, rollout=replace(rollout, max_searches=0, max_prompt_length=longest))
+    return replace(
+        config,
+        prompt=replace(config.prompt, template=template, prepend_think=False),
+        rollout=replace(config.rollout, max_searches=0, max_prompt_length=max_prompt_length),
+    )
 
 
 def method_retriever(name: str, retriever: Retriever, questions: Sequence[Question], seed: int) -> Retriever:
-    """Return the retriever of the agent's searches; "random_documents" draws from all `questions`."""
+    """Return the retriever of the agent's searches.
+
+    Args:
+        name: Name of the method.
+        retriever: The real retriever.
+        questions: All questions of the evaluation; "random_documents" shows documents of other ones.
+        seed: Seed of these draws.
+    """
     if name == "empty_retriever":
         return EmptyRetriever(retriever)
     if name == "random_documents":
@@ -70,25 +100,37 @@ def method_retriever(name: str, retriever: Retriever, questions: Sequence[Questi
 
 
 class EmptyRetriever:
-    """Implements `interfaces.Retriever` without any document."""
+    """Implements `interfaces.Retriever` without any document.
+
+    Args:
+        inner: The real retriever, which is closed with this one.
+    """
 
     def __init__(self, inner: Retriever):
         self.inner = inner
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        """Return no documents for each query."""
         return [[] for _ in queries]
 
     async def access(self, addresses: Sequence[str]) -> list[Document | None]:
+        """Return no page for each address."""
         return [None for _ in addresses]
 
     async def close(self) -> None:
+        """Close the real retriever."""
         await self.inner.close()
 
 
 class RandomDocuments(EmptyRetriever):
     """Implements `interfaces.Retriever` with documents of other questions, none of the query's own.
 
-    The same query gets the same documents. There are no pages: addresses of unrelated ones are unknown.
+    The same query gets the same documents. There are no pages: no address of an unrelated page is known.
+
+    Args:
+        inner: The real retriever.
+        questions: Questions whose documents are shown.
+        seed: Seed of the draws.
     """
 
     def __init__(self, inner: Retriever, questions: Sequence[Question], seed: int):
@@ -97,41 +139,55 @@ class RandomDocuments(EmptyRetriever):
         self.texts = sorted({question.text for question in questions})
 
     async def search(self, queries: Sequence[str]) -> list[list[Document]]:
+        """Return unrelated documents for each query, at most as many as the real search finds."""
         return [await self._unrelated(query) for query in queries]
 
     async def _unrelated(self, query: str) -> list[Document]:
         (related,) = await self.inner.search([query])
-        excluded = {document.id for document in related}
-        drawn: dict[str, Document] = {}
+        related_ids = {document.id for document in related}
+        unrelated: dict[str, Document] = {}  # by id
         order = random_state(self.seed, 0, f"random documents of {query}").permutation(len(self.texts))
         for index in order[:MAX_DRAWS].tolist():
             try:
                 (documents,) = await self.inner.search([self.texts[index]])
-            except QueryRefused:  # the other question's text, not the policy's query
+            except QueryRefused:  # the service refuses the other question's text, not the policy's query
                 continue
-            drawn |= {document.id: document for document in documents if document.id not in excluded}
-            if len(drawn) >= len(related):
+            for document in documents:
+                if document.id not in related_ids:
+                    unrelated[document.id] = document
+            if len(unrelated) >= len(related):
                 break
-        return list(drawn.values())[: len(related)]
+        return list(unrelated.values())[: len(related)]
 
 
 def with_passages(
     question: Question, documents: Sequence[Document], fits: Callable[[Question], bool] = lambda _: True
 ) -> Question:
-    """Put passages before the question's text, for one-shot RAG; cut their end where they do not fit."""
-    passages = "\n".join(
-        f'Passage {number}: "{document.title}" {" ".join(document.text.split())}'
-        for number, document in enumerate(documents, 1)
-    )
+    """Put passages before a question's text, for one-shot RAG; cut off their end where they do not fit.
 
-    def shown(length: int) -> Question:
+    Args:
+        question: The question.
+        documents: Documents that a search with the question's text found, best first.
+        fits: Returns whether the prompt of a question with passages is short enough. If it is for some
+            length of the passages, it must be for every shorter length.
+    """
+    lines = []
+    for number, document in enumerate(documents, 1):
+        text = " ".join(document.text.split())
+        lines.append(f'Passage {number}: "{document.title}" {text}')
+    passages = "\n".join(lines)
+
+    def with_beginning(length: int) -> Question:
+        """Return the question with so many characters of the passages."""
         beginning = f"{passages[:length]}\n" if length else ""
         return replace(question, text=f"{beginning}Question: {question.text}")
 
-    most = FIRST_TRY
-    while most < len(passages) and fits(shown(most)):
-        most *= 2
-    if most >= len(passages) and fits(shown(len(passages))):
-        return shown(len(passages))
-    lengths = range(1, min(most, len(passages)) + 1)
-    return shown(bisect_left(lengths, True, key=lambda length: not fits(shown(length))))
+    limit = FIRST_TRY
+    while limit < len(passages) and fits(with_beginning(limit)):
+        limit *= 2
+    if limit >= len(passages) and fits(with_beginning(len(passages))):
+        return with_beginning(len(passages))
+    # The longest beginning that fits is one shorter than the shortest that does not.
+    lengths = range(1, min(limit, len(passages)) + 1)
+    longest = bisect_left(lengths, True, key=lambda length: not fits(with_beginning(length)))
+    return with_beginning(longest)

@@ -17,7 +17,7 @@ from calibadv_jax.config.keys import marked
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_write, content_hash, wrap_disk_errors
-from calibadv_jax.core.trajectory import Group, Question, Trajectory
+from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.evaluation.methods import METHODS
 
 ScoredRow = dict[str, Any]  # one line of the file
@@ -34,47 +34,67 @@ def identity(
     questions: Sequence[Question],
     prompt_hashes: Mapping[str, str],
 ) -> str:
-    """Hash all that decides an answer or its scores: policy, method, prompt, sampling, retrieval, reward.
+    """Return a hash of all that decides an answer or its scores.
 
-    The `config` is as given, before `method_config`; `service` describes the retriever. `prompt_hashes` may
-    hold "tools" (descriptions, unless search is the only action) and "judge" (the file of its prompt).
+    Args:
+        config: Config as given, before `method_config`.
+        policy: What identifies the policy.
+        service: What identifies the retriever.
+        questions: All questions, which "random_documents" draws from.
+        prompt_hashes: May hold "tools" (descriptions of the actions, unless search is the only one) and
+            "judge" (file of its prompt).
     """
     evaluate = config.evaluate
-    value = {
+    prompt = {}
+    for name, value in dataclasses.asdict(config.prompt).items():
+        # Evaluations from before chat_template_kwargs have no such key, and must keep their hash.
+        if value != {}:
+            prompt[name] = value
+    pool = [question.text for question in questions] if evaluate.method == "random_documents" else []
+    decisive: dict[str, Any] = {
         "policy": policy,
         "evaluate": [evaluate.method, evaluate.template, evaluate.samples],
         "seed": config.run.seed,
         "sampler": [config.sampler.name, config.sampler_dtype],
-        "prompt": {  # evaluations that are older than chat_template_kwargs go on
-            name: value for name, value in dataclasses.asdict(config.prompt).items() if value != {}
-        },
-        "rollout": _deciding("rollout", dataclasses.asdict(config.rollout)),
-        "retriever": _deciding("retriever", dataclasses.asdict(config.retriever)),
+        "prompt": prompt,
+        "rollout": _decisive_keys("rollout", dataclasses.asdict(config.rollout)),
+        "retriever": _decisive_keys("retriever", dataclasses.asdict(config.retriever)),
         "service": service,
-        "pool": [q.text for q in questions] if evaluate.method == "random_documents" else [],
+        "pool": pool,
     }
-    judge, tools = prompt_hashes.get("judge", ""), prompt_hashes.get("tools")
+    judge = prompt_hashes.get("judge", "")
     if config.reward != RewardConfig() or judge:
-        value["reward"] = [_deciding("reward", dataclasses.asdict(config.reward)), judge]
+        decisive["reward"] = [_decisive_keys("reward", dataclasses.asdict(config.reward)), judge]
+    tools = prompt_hashes.get("tools")
     if tools:
-        value["tools"] = [tools, [[tool.name, tool.max_length] for tool in config.tools]]
-    return content_hash(value)[:16]
+        decisive["tools"] = [tools, [[tool.name, tool.max_length] for tool in config.tools]]
+    return content_hash(decisive)[:16]
 
 
-def _deciding(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the keys of a section, and of its sections, that decide an answer or its scores."""
-    free = marked(Mark.NO_ANSWER)
-    return {
-        name: _deciding(f"{section}.{name}", value) if isinstance(value, dict) else value
-        for name, value in values.items()
-        if f"{section}.{name}" not in free
-    }
+def _decisive_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a section, and of its subsections, that decide an answer or its scores."""
+    indifferent_keys = marked(Mark.NO_ANSWER)
+    decisive = {}
+    for name, value in values.items():
+        key = f"{section}.{name}"
+        if key not in indifferent_keys:
+            decisive[name] = _decisive_keys(key, value) if isinstance(value, dict) else value
+    return decisive
 
 
 def make_row(evaluation: str, temperature: float, question: Question, group: Group, method: str) -> ScoredRow:
-    """Return the row of a scored group; `question` is the data's: the group's own may carry passages."""
+    """Return the row of a scored group.
+
+    Args:
+        evaluation: Result of `identity`.
+        temperature: Temperature of sampling.
+        question: The question of the data; that of the group may carry passages.
+        group: Scored trajectories.
+        method: Name of the method.
+    """
     is_agent = METHODS[method].template is None
-    attempts = [_attempt(trajectory, is_agent) for trajectory in group.attempts]
+    attempts = [_attempt_row(trajectory, is_agent) for trajectory in group.attempts]
+    finished_scores = [attempt["scores"] for attempt in attempts if attempt["error"] is None]
     return {
         "evaluation": evaluation,
         "content": _content(question),
@@ -83,85 +103,123 @@ def make_row(evaluation: str, temperature: float, question: Question, group: Gro
         "id": question.id,
         "question": question.text,
         "golden_answers": list(question.golden_answers),
-        "scores": question_scores([attempt["scores"] for attempt in attempts if attempt["error"] is None]),
+        "scores": question_scores(finished_scores),
         "trajectories": attempts,
     }
 
 
 def question_scores(attempts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return means over finished trajectories; of several also mean@n and pass@k, k = 2, 4, 8, … and n."""
+    """Return the scores of a question, given those of its finished trajectories.
+
+    Each score is a mean over the trajectories. Where there are several, n, the result also has mean@n and
+    pass@k with k = 2, 4, 8, … and n.
+    """
     if not attempts:
         return {}
     count = len(attempts)
-    scores = {name: sum(attempt[name] for attempt in attempts) / count for name in attempts[0]}
+    scores = {}
+    for name in attempts[0]:
+        scores[name] = sum(attempt[name] for attempt in attempts) / count
     if count > 1:
-        correct = sum(attempt["em"] == 1 for attempt in attempts)
-        scores[f"mean@{count}"] = correct / count
-        powers = {2**exponent for exponent in range(1, count.bit_length())}
-        scores |= {f"pass@{k}": pass_at_k(count, correct, k) for k in sorted(powers | {count})}
+        num_correct = sum(attempt["em"] == 1 for attempt in attempts)
+        scores[f"mean@{count}"] = num_correct / count
+        powers_of_two = {2**exponent for exponent in range(1, count.bit_length())}
+        for k in sorted(powers_of_two | {count}):
+            scores[f"pass@{k}"] = pass_at_k(count, num_correct, k)
     return scores
 
 
-def _attempt(trajectory: Trajectory, is_agent: bool) -> ScoredRow:
-    scores = trajectory.metrics | {
-        "answered": float(trajectory.answer is not None),
-        "searches": float(trajectory.num_searches),
-        "tokens": float(trajectory.mask.sum()),
-    }
-    if not is_agent:  # a single turn without search cannot keep to the agent's format
+def _attempt_row(trajectory: Trajectory, is_agent: bool) -> ScoredRow:
+    """Return the part of a row about one trajectory, with its transcript."""
+    scores = dict(trajectory.metrics)
+    scores["answered"] = float(trajectory.answer is not None)
+    scores["searches"] = float(trajectory.num_searches)
+    scores["tokens"] = float(trajectory.mask.sum())
+    if not is_agent:
+        # A single turn without a search cannot follow the agent's format.
         scores.pop("format", None)
+    if trajectory.error is not None:
+        scores = {}
     return {
         "error": trajectory.error,
         "answer": trajectory.answer,
-        "scores": {} if trajectory.error is not None else scores,
+        "scores": scores,
         "prompt_tokens": len(trajectory.prompt_ids),
-        "turns": [
-            {
-                "kind": turn.kind,
-                "text": turn.text,
-                "stop_reason": turn.stop_reason,
-                "tokens": len(turn.token_ids),
-                "observation": turn.observation_text,
-                "observation_tokens": len(turn.observation_ids),
-                "document_ids": [document.id for document in turn.documents],
-            }
-            for turn in trajectory.turns
-        ],
+        "turns": [_turn_row(turn) for turn in trajectory.turns],
+    }
+
+
+def _turn_row(turn: Turn) -> ScoredRow:
+    return {
+        "kind": turn.kind,
+        "text": turn.text,
+        "stop_reason": turn.stop_reason,
+        "tokens": len(turn.token_ids),
+        "observation": turn.observation_text,
+        "observation_tokens": len(turn.observation_ids),
+        "document_ids": [document.id for document in turn.documents],
     }
 
 
 def key_of(row: ScoredRow) -> RowKey:
+    """Return the values of KEY_FIELDS, which identify a row within its evaluation."""
     return row["temperature"], row["data_source"], row["id"]
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate without bias the chance that one of k samples is correct (Chen et al., arXiv 2107.03374)."""
+    """Estimate without bias the probability that at least one of k samples is correct.
+
+    1 - C(samples - correct, k) / C(samples, k), from Chen et al., arXiv 2107.03374.
+
+    Args:
+        samples: Number of samples.
+        correct: Number of correct ones.
+        k: At most `samples`.
+    """
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def read_scores(path: Path) -> Iterator[ScoredRow]:
-    """Read every row of a file without its transcripts; raise UserError if no evaluation wrote it."""
-    return (_without_transcripts(row) for _, row in _read(path))
+    """Yield every row of a file without its transcripts.
+
+    Raises:
+        UserError: The file is missing, or no evaluation wrote it.
+    """
+    for _, row in _read(path):
+        yield _without_transcripts(row)
 
 
 class RowFile:
     """The file of an evaluation that is under way: its rows so far, and new ones. Transcripts stay on disk.
 
-    Rows of another evaluation, rows with a failed trajectory and a line that an interruption cut are dropped:
+    Dropped are rows of another evaluation, rows with a failed trajectory and a line that an interruption cut:
     their questions are asked again.
+
+    Args:
+        path: The file; it may be missing.
+        evaluation: Result of `identity`.
+        questions: Questions of the evaluation.
+
+    Attributes:
+        rows: Rows so far, without transcripts.
     """
 
     def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):
-        self.path, self.evaluation = path, evaluation
-        self.rows: dict[RowKey, ScoredRow] = {}  # without transcripts
-        self._offsets: dict[RowKey, int] = {}  # bytes before a row's line
-        contents = {(question.data_source, question.id, _content(question)) for question in questions}
-        rows = _read(path, may_be_cut=True) if path.is_file() else ()
-        for offset, row in rows:
-            is_same = (row["data_source"], row["id"], row["content"]) in contents
-            is_whole = all(attempt["error"] is None for attempt in row["trajectories"])
-            if row["evaluation"] == evaluation and is_same and is_whole:
-                self._note(row, offset)
+        self.path = path
+        self.evaluation = evaluation
+        self.rows: dict[RowKey, ScoredRow] = {}
+        self._offsets: dict[RowKey, int] = {}  # position of each row's line in the file, in bytes
+        self._read_earlier_rows(questions)
+
+    def _read_earlier_rows(self, questions: Sequence[Question]) -> None:
+        if not self.path.is_file():
+            return
+        known_questions = {(question.data_source, question.id, _content(question)) for question in questions}
+        for offset, row in _read(self.path, may_be_cut=True):
+            is_known = (row["data_source"], row["id"], row["content"]) in known_questions
+            has_failed = any(attempt["error"] is not None for attempt in row["trajectories"])
+            if row["evaluation"] == self.evaluation and is_known and not has_failed:
+                self._register(row, offset)
 
     def start(self) -> None:
         """Remove the dropped rows from the file; `add` appends to it."""
@@ -172,7 +230,7 @@ class RowFile:
     def add(self, row: ScoredRow) -> None:
         """Append a row; it survives the end of this process."""
         with wrap_disk_errors(self.path), self.path.open("ab") as file:
-            self._note(row, file.tell())
+            self._register(row, file.tell())
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
 
     def finish(self, order: Sequence[RowKey]) -> list[ScoredRow]:
@@ -180,10 +238,13 @@ class RowFile:
         self._rewrite(order)
         return [self.rows[key] for key in order]
 
-    def _note(self, row: ScoredRow, offset: int) -> None:
-        self.rows[key_of(row)], self._offsets[key_of(row)] = _without_transcripts(row), offset
+    def _register(self, row: ScoredRow, offset: int) -> None:
+        key = key_of(row)
+        self.rows[key] = _without_transcripts(row)
+        self._offsets[key] = offset
 
     def _rewrite(self, order: Sequence[RowKey]) -> None:
+        """Write the lines of these rows in this order, and no others."""
         offsets: dict[RowKey, int] = {}
         with self.path.open("rb") as old, atomic_write(self.path) as partial, partial.open("wb") as new:
             for key in order:
@@ -194,15 +255,20 @@ class RowFile:
 
 
 def _without_transcripts(row: ScoredRow) -> ScoredRow:
-    return row | {"trajectories": [{"error": attempt["error"]} for attempt in row["trajectories"]]}
+    attempts = [{"error": attempt["error"]} for attempt in row["trajectories"]]
+    return {**row, "trajectories": attempts}
 
 
 def _content(question: Question) -> str:
+    """Return a hash of all fields of a question."""
     return content_hash(dataclasses.asdict(question))[:16]
 
 
 def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:
-    """Yield (bytes before the line, row) of every line; `may_be_cut` omits a last line without newline."""
+    """Yield the position in bytes and the row of every line.
+
+    With `may_be_cut` a last line without newline is left out. Raises UserError as `read_scores`.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the .jsonl (or the .json beside it) of an evaluation")
     offset = 0
@@ -210,14 +276,19 @@ def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow
         for number, line in enumerate(file, 1):
             if may_be_cut and not line.endswith(b"\n"):
                 return
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: not valid JSON ({error}); remove the file, or the line") from error
-            missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
-            if missing:
-                fault = f"no {', '.join(missing)}: not a line of calibadv evaluate"
-                raise UserError(f"{where}: {fault}; give another file")
-            yield offset, row
+            yield offset, _parse_row(line, f"{path}:{number}")
             offset += len(line)
+
+
+def _parse_row(line: bytes, place: str) -> ScoredRow:
+    """Return the row of a line; raise UserError, which names the `place`, if it is none."""
+    try:
+        row: ScoredRow = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not valid JSON ({error}); remove the file, or the line") from error
+    missing = [name for name in FIELDS if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise UserError(
+            f"{place}: no {', '.join(missing)}: not a line of calibadv evaluate; give another file"
+        )
+    return row

@@ -1,7 +1,7 @@
 """Means of scores by data source with bootstrap intervals, as JSON, Markdown and CSV.
 
-Scores come as strata: one float64 array [N] a group of questions, such as a data source. Their mean is the
-mean of the groups' means: one group gives the plain mean, several give the average of data sets.
+Scores come as strata: a float64 array [N] for each group of questions, such as a data source. Their mean is
+the mean of the groups' means: one group gives the plain mean, several give the average of data sets.
 """
 
 from __future__ import annotations
@@ -19,57 +19,80 @@ from calibadv_jax.evaluation.records import ScoredRow
 
 Strata = Sequence[np.ndarray]
 Means = dict[str, dict[str, dict[str, float]]]  # temperature -> data source -> metric -> mean
+Intervals = dict[str, dict[str, dict[str, tuple[float, float]]]]  # the same -> (low, high)
 
-ALL = "all"  # mean over all questions
-AVERAGE = "average"  # mean of the data sources' means, where there are several
+ALL = "all"  # in place of a data source: mean over all questions
+AVERAGE = "average"  # in place of a data source: mean of the data sources' means, where there are several
 METRICS = ("f1", "em", "cover_em", "text_f1", "text_cover_em", "format", "answered", "searches", "tokens")
 COUNTS = ("questions", "trajectories", "failed")
 FEW = 30  # with fewer questions or groups a bootstrap interval is too narrow to decide anything
-ELEMENTS = 2_000_000  # values that are resampled at a time: bounds the memory, in doubles
+ELEMENTS = 2_000_000  # number of float64 values that are resampled at a time, which bounds the memory
 
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Means and bootstrap intervals; the counts stand among the means."""
+    """Means and bootstrap intervals; the counts are among the means."""
 
     means: Means
-    intervals: dict[str, dict[str, dict[str, tuple[float, float]]]] = field(default_factory=dict)
+    intervals: Intervals = field(default_factory=dict)
 
 
 def stratified_mean(strata: Strata) -> float:
+    """Return the mean of the strata's means."""
     return float(sum(np.mean(values) for values in strata) / len(strata))
 
 
 def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, float] | None:
     """Return the percentile bootstrap interval (low, high) of `stratified_mean`.
 
-    Questions are resampled within each stratum. The numbers of ``scipy.stats.bootstrap``, whose import takes
-    a second. None where a stratum has fewer than two questions, or `resamples` is 0.
+    Questions are resampled within each stratum. The result equals that of ``scipy.stats.bootstrap``, whose
+    import takes a second.
+
+    Args:
+        strata: Scores, float64 [N] for each stratum.
+        confidence: Level of the interval, such as 0.95.
+        resamples: Number of resamples; 0: no interval.
+
+    Returns:
+        None if a stratum has fewer than two questions, or `resamples` is 0.
     """
-    if not resamples or min(map(len, strata)) < 2:
+    sizes = [len(values) for values in strata]
+    if not resamples or min(sizes) < 2:
         return None
 
     def draw(count: int, rng: np.random.Generator) -> np.ndarray:
-        drawn = (values[rng.integers(0, len(values), (count, len(values)))] for values in strata)
-        means: np.ndarray = np.mean([values.mean(axis=1) for values in drawn], axis=0)
+        """Return the stratified means of so many resamples, float64 [count]."""
+        stratum_means = []
+        for values in strata:
+            indices = rng.integers(0, len(values), (count, len(values)))
+            stratum_means.append(values[indices].mean(axis=1))
+        means: np.ndarray = np.mean(stratum_means, axis=0)
         return means
 
-    low, high = _bounds(draw, max(map(len, strata)), confidence, resamples)
+    low, high = _bounds(draw, max(sizes), confidence, resamples)
     return float(low), float(high)
 
 
 def intervals_of_sums(
     sums: np.ndarray, statistics: Callable[[np.ndarray], np.ndarray], confidence: float, resamples: int
 ) -> np.ndarray:
-    """Return percentile bootstrap intervals of functions of column sums, float64 [M, 2]; rows are resampled.
+    """Return percentile bootstrap intervals of functions of column sums; rows are resampled.
 
-    The `sums` are float64 [N, K], a row for each question or group; `statistics` turns the sums of R
-    resamples, float64 [R, K], into float64 [R, M], NaN where undefined.
+    Args:
+        sums: float64 [N, K], a row for each question or group.
+        statistics: Turns the column sums of R resamples, float64 [R, K], into M statistics of each resample,
+            float64 [R, M], NaN where undefined.
+        confidence: Level of the intervals, such as 0.95.
+        resamples: Number of resamples.
+
+    Returns:
+        float64 [M, 2]: low and high of each statistic.
     """
-    even = np.full(len(sums), 1 / len(sums))
+    probabilities = np.full(len(sums), 1 / len(sums))
 
     def draw(count: int, rng: np.random.Generator) -> np.ndarray:
-        return statistics(rng.multinomial(len(sums), even, count) @ sums)
+        row_counts = rng.multinomial(len(sums), probabilities, count)  # [count, N]
+        return statistics(row_counts @ sums)
 
     return _bounds(draw, len(sums), confidence, resamples).T
 
@@ -77,11 +100,18 @@ def intervals_of_sums(
 def _bounds(
     draw: Callable[[int, np.random.Generator], np.ndarray], size: int, confidence: float, resamples: int
 ) -> np.ndarray:
-    """Return percentile bounds of the statistics that `draw` returns for resamples of `size` values each."""
-    rng, batch = random_state(0, 0, "bootstrap"), max(1, ELEMENTS // size)
-    drawn = [draw(min(batch, resamples - done), rng) for done in range(0, resamples, batch)]
+    """Return percentile bounds of statistics, float64 [2] or [2, M].
+
+    `draw` returns the statistics of a number of resamples, float64 [count] or [count, M]. A resample has
+    `size` values.
+    """
+    rng = random_state(0, 0, "bootstrap")
+    batch_size = max(1, ELEMENTS // size)
+    batches = []
+    for start in range(0, resamples, batch_size):
+        batches.append(draw(min(batch_size, resamples - start), rng))
     tail = (1 - confidence) / 2
-    bounds: np.ndarray = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0)
+    bounds: np.ndarray = np.nanquantile(np.concatenate(batches), [tail, 1 - tail], axis=0)
     return bounds
 
 
@@ -90,20 +120,28 @@ def summarise(rows: Sequence[ScoredRow], resamples: int = 0, confidence: float =
 
     A question with several trajectories counts once, with the mean of its finished ones. A question without
     a finished one is counted in `failed` only, and one with fewer than k of them is left out of pass@k.
+
+    Args:
+        rows: Rows of an evaluation.
+        resamples: Number of bootstrap resamples; 0: no intervals.
+        confidence: Level of the intervals.
     """
     report = ScoreReport({})
-    for temperature, members in _grouped(rows, "temperature").items():
-        by_source = _grouped(members, "data_source")
-        average = {AVERAGE: list(by_source.values())} if len(by_source) > 1 else {}
-        groups = {ALL: [members]} | average | {name: [of_source] for name, of_source in by_source.items()}
+    for temperature, temperature_rows in _group_by(rows, "temperature").items():
+        rows_by_source = _group_by(temperature_rows, "data_source")
+        strata_by_name = {ALL: [temperature_rows]}
+        if len(rows_by_source) > 1:
+            strata_by_name[AVERAGE] = list(rows_by_source.values())
+        for source, source_rows in rows_by_source.items():
+            strata_by_name[source] = [source_rows]
         means = report.means.setdefault(temperature, {})
         intervals = report.intervals.setdefault(temperature, {})
-        for name, strata in groups.items():
+        for name, strata in strata_by_name.items():
             means[name], intervals[name] = _summary(strata, resamples, confidence)
     return report
 
 
-def _grouped(rows: Sequence[ScoredRow], column: str) -> dict[str, list[ScoredRow]]:
+def _group_by(rows: Sequence[ScoredRow], column: str) -> dict[str, list[ScoredRow]]:
     groups: dict[str, list[ScoredRow]] = {}
     for row in rows:
         groups.setdefault(row[column], []).append(row)
@@ -113,24 +151,29 @@ def _grouped(rows: Sequence[ScoredRow], column: str) -> dict[str, list[ScoredRow
 def _summary(
     strata: Sequence[Sequence[ScoredRow]], resamples: int, confidence: float
 ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Return means and intervals of the metrics over strata of rows, by metric."""
     means: dict[str, float] = {}
     intervals: dict[str, tuple[float, float]] = {}
-    rows = [row for members in strata for row in members]
+    rows = [row for stratum_rows in strata for row in stratum_rows]
     for name in metric_names(rows):
-        values = [scores_of(members, name) for members in strata]
-        if all(map(len, values)):
-            means[name] = stratified_mean(values)
-            if (bounds := interval(values, confidence, resamples)) is not None:
-                intervals[name] = bounds
-    has_failed = [attempt["error"] is not None for row in rows for attempt in row["trajectories"]]
+        scores = [scores_of(stratum_rows, name) for stratum_rows in strata]
+        if any(len(values) == 0 for values in scores):
+            continue
+        means[name] = stratified_mean(scores)
+        bounds = interval(scores, confidence, resamples)
+        if bounds is not None:
+            intervals[name] = bounds
+    errors = [attempt["error"] for row in rows for attempt in row["trajectories"]]
+    num_failed = sum(error is not None for error in errors)
     means["questions"] = float(sum(bool(row["scores"]) for row in rows))
-    means["trajectories"], means["failed"] = float(has_failed.count(False)), float(sum(has_failed))
+    means["trajectories"] = float(len(errors) - num_failed)
+    means["failed"] = float(num_failed)
     return means, intervals
 
 
 def metric_names(rows: Sequence[ScoredRow]) -> list[str]:
     """Return the names of `METRICS` that a row has, then mean@k and pass@k."""
-    names = {name: None for row in rows for name in row["scores"]}
+    names = list(dict.fromkeys(name for row in rows for name in row["scores"]))
     return [name for name in METRICS if name in names] + [name for name in names if "@" in name]
 
 
@@ -140,42 +183,55 @@ def scores_of(rows: Sequence[ScoredRow], metric: str) -> np.ndarray:
 
 
 def unanswered(means: Means) -> list[str]:
-    """Return a line for each temperature at which no trajectory answered."""
-    advice = "teach the format (calibadv sft), or raise rollout.max_turn_length and rollout.max_length"
-    return [
-        f"temperature {temperature}: nobody answered; {advice}"
-        for temperature, sources in means.items()
-        if sources[ALL].get("answered") == 0
-    ]
+    """Return a warning for each temperature at which no trajectory answered."""
+    warnings = []
+    for temperature, sources in means.items():
+        if sources[ALL].get("answered") == 0:
+            warnings.append(
+                f"temperature {temperature}: no trajectory has an answer; teach the format (calibadv sft),"
+                " or raise rollout.max_turn_length and rollout.max_length"
+            )
+    return warnings
 
 
 def table_rows(report: ScoreReport) -> tuple[list[str], list[list[Any]]]:
     """Return headers, and one row for each temperature and data source; "-" where there is no value."""
-    means = [values for sources in report.means.values() for values in sources.values()]
-    names = list(dict.fromkeys(name for values in means for name in values if name not in COUNTS))
-    rows = [
-        [temperature, source, *(values.get(name, "-") for name in names)]
-        + [int(values[name]) for name in COUNTS]
-        for temperature, sources in report.means.items()
-        for source, values in sources.items()
-    ]
-    # Not "questions": the data sources' column has had that name, and the count has it now.
+    names: list[str] = []
+    for sources in report.means.values():
+        for values in sources.values():
+            names += [name for name in values if name not in COUNTS and name not in names]
+    rows: list[list[Any]] = []
+    for temperature, sources in report.means.items():
+        for source, values in sources.items():
+            scores = [values.get(name, "-") for name in names]
+            counts = [int(values[name]) for name in COUNTS]
+            rows.append([temperature, source, *scores, *counts])
+    # The column of data sources is called "data", because "questions" is the name of a count.
     return ["temperature", "data", *names, *COUNTS], rows
 
 
 def markdown_table(report: ScoreReport, confidence: float) -> str:
-    """Write a table whose cells are ``0.775 [0.721, 0.826]``: the mean and its interval."""
+    """Write a table whose cells are ``0.775 [0.721, 0.826]``: the mean and its interval.
+
+    Args:
+        report: Means and intervals.
+        confidence: Level of the intervals, for the line below the table.
+    """
     headers, rows = table_rows(report)
     lines = ["| " + " | ".join(headers) + " |", "|---" * len(headers) + "|"]
-    for temperature, source, *cells in rows:
+    for temperature, source, *values in rows:
         bounds = report.intervals.get(temperature, {}).get(source, {})
-        shown = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
-        for place, name in enumerate(headers[2:]):
+        cells = [temperature, source.replace("|", "\\|")]
+        for name, value in zip(headers[2:], values, strict=True):
+            cell = f"{value:.3f}" if isinstance(value, float) else str(value)
             if name in bounds:
-                shown[place] += " [{:.3f}, {:.3f}]".format(*bounds[name])
-        lines.append("| " + " | ".join([temperature, source.replace("|", "\\|"), *shown]) + " |")
+                low, high = bounds[name]
+                cell += f" [{low:.3f}, {high:.3f}]"
+            cells.append(cell)
+        lines.append("| " + " | ".join(cells) + " |")
     if any(bounds for sources in report.intervals.values() for bounds in sources.values()):
-        lines += ["", f"Means over questions; in brackets {100 * confidence:g}% bootstrap intervals."]
+        lines.append("")
+        lines.append(f"Means over questions; in brackets {100 * confidence:g}% bootstrap intervals.")
     return "\n".join(lines) + "\n"
 
 
@@ -183,13 +239,18 @@ def csv_table(report: ScoreReport) -> str:
     """Write three columns a metric, such as em, em_low and em_high; empty where there is no value."""
     headers, rows = table_rows(report)
     names = headers[2 : -len(COUNTS)]
+    columns = ["temperature", "data", *COUNTS]
+    for name in names:
+        columns += [name, f"{name}_low", f"{name}_high"]
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
-    columns = [column for name in names for column in (name, f"{name}_low", f"{name}_high")]
-    writer.writerow(["temperature", "data", *COUNTS, *columns])
+    writer.writerow(columns)
     for temperature, source, *_ in rows:
         values = report.means[temperature][source]
         bounds = report.intervals.get(temperature, {}).get(source, {})
-        cells = [cell for name in names for cell in (values.get(name, ""), *bounds.get(name, ("", "")))]
-        writer.writerow([temperature, source, *(int(values[name]) for name in COUNTS), *cells])
+        cells = [temperature, source, *(int(values[name]) for name in COUNTS)]
+        for name in names:
+            low, high = bounds.get(name, ("", ""))
+            cells += [values.get(name, ""), low, high]
+        writer.writerow(cells)
     return output.getvalue()

@@ -16,37 +16,51 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 from calibadv_jax.core.files import wrap_disk_errors, write_text
 from calibadv_jax.metrics.catalogue import find
 
-MLFLOW_BATCH = 1000  # values that it takes at once
+MLFLOW_BATCH = 1000  # number of values that MLflow accepts in one call
 
 
 class MetricsBackend(ABC):
     """Receives the finite values of every step."""
 
     @abstractmethod
-    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step, by name."""
 
     def rewind(self, step: int) -> None:  # noqa: B027 services keep the newest value of a step
         """Prepare for writing the steps from `step` on again."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is left, and release the backend."""
 
 
 def open_backends(
     log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
 ) -> list[MetricsBackend]:
-    """Open the backends that log.backends names; services call the run by the name of its `directory`.
+    """Open the backends that log.backends names.
 
-    An earlier attempt may have written `start_step`, the first step that will be written. `warn` is called
-    when a service has gone. Raises UserError if a package is missing or a service cannot be used.
+    Args:
+        log: The section `log`.
+        directory: Folder of the run; services call the run by its name.
+        start_step: First step that will be written; an earlier attempt may have written it already.
+        warn: Takes a line when a service has gone.
+
+    Raises:
+        UserError: A package is missing, or a service cannot be used.
     """
-    kinds: dict[str, Callable[[], MetricsBackend]] = {
-        "tensorboard": lambda: TensorBoard(directory, start_step),
-        "wandb": lambda: WeightsAndBiases(log, directory),
-        "mlflow": lambda: MLflow(log, directory, warn),
-        "prometheus": lambda: Prometheus(log),
-    }
-    return [kinds[name]() for name in log.backends]
+    backends: list[MetricsBackend] = []
+    for name in log.backends:
+        if name == "tensorboard":
+            backends.append(TensorBoard(directory, start_step))
+        elif name == "wandb":
+            backends.append(WeightsAndBiases(log, directory))
+        elif name == "mlflow":
+            backends.append(MLflow(log, directory, warn))
+        elif name == "prometheus":
+            backends.append(Prometheus(log))
+        else:
+            raise KeyError(name)  # the section refuses other names
+    return backends
 
 
 class TensorBoard(MetricsBackend):
@@ -57,20 +71,23 @@ class TensorBoard(MetricsBackend):
     """
 
     def __init__(self, directory: Path, start_step: int | None) -> None:
-        # It imports torch where there is one, which takes seconds.
+        # Imported here, because tensorboardX imports torch if it is installed, which takes seconds.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
 
-        self._writer, self._event, self._scalar = EventsWriter, Event, scalar
-        self._begin = SessionLog(status=SessionLog.START)
-        self._folder, self._files = directory / "tensorboard", 0
+        self._make_writer = EventsWriter
+        self._make_event = Event
+        self._make_scalar = scalar
+        self._session_start = SessionLog(status=SessionLog.START)
+        self._folder = directory / "tensorboard"
+        self._num_files = 0
         self._open(start_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         with wrap_disk_errors(self._folder):
             for name, value in values.items():
-                self._add(step, summary=self._scalar(name, value))
+                self._add(step, summary=self._make_scalar(name, value))
             self._events.flush()
 
     def rewind(self, step: int) -> None:
@@ -82,35 +99,44 @@ class TensorBoard(MetricsBackend):
             self._events.close()
 
     def _open(self, purge_step: int | None) -> None:
-        # A file's name says the second; without the count a second file of that second would replace it.
-        self._files += 1
+        """Open a new file; its first event hides the steps from `purge_step` on in earlier files."""
+        # The name of a file holds its second. Without the number, two files of one second would be one.
+        self._num_files += 1
         with wrap_disk_errors(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._events = self._writer(str(self._folder / "events"), filename_suffix=f".{self._files}")
+            prefix = str(self._folder / "events")
+            self._events = self._make_writer(prefix, filename_suffix=f".{self._num_files}")
             if purge_step is not None:
-                self._add(purge_step, session_log=self._begin)
+                self._add(purge_step, session_log=self._session_start)
             self._events.flush()
 
     def _add(self, step: int, **content: Any) -> None:
-        self._events.write_event(self._event(wall_time=time.time(), step=step, **content))
+        self._events.write_event(self._make_event(wall_time=time.time(), step=step, **content))
 
 
 class WeightsAndBiases(MetricsBackend):
     """A run of Weights & Biases; WANDB_MODE=offline keeps it in the folder, for ``wandb sync``.
 
-    A resumed run is continued. Its values stand over ``step``, so that steps written again replace the curve.
+    A resumed run is continued. The x-axis of its values is ``step``, so that steps that are written again
+    replace the curve.
     """
 
     def __init__(self, log: LogConfig, directory: Path) -> None:
-        wandb = _package("wandb", "wandb")
-        path = directory / "wandb_run_id"
-        place = {"name": directory.name, "dir": str(directory), "id": _kept_id(path)}
+        wandb = _import_package("wandb", "wandb")
+        id_file = directory / "wandb_run_id"
         try:
-            self._run = wandb.init(project=log.project, resume="allow", **place)
+            self._run = wandb.init(
+                project=log.project,
+                resume="allow",
+                name=directory.name,
+                dir=str(directory),
+                id=_read_id(id_file),
+            )
         except wandb.errors.Error as error:
-            fault = f"no Weights & Biases ({one_line(error)})"
-            raise UserError(f"log.backends: {fault}; log in, or set WANDB_MODE=offline") from error
-        write_text(path, self._run.id)
+            raise UserError(
+                f"log.backends: no Weights & Biases ({one_line(error)}); log in, or set WANDB_MODE=offline"
+            ) from error
+        write_text(id_file, self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -127,33 +153,47 @@ class MLflow(MetricsBackend):
     """
 
     def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
-        mlflow = _package("mlflow", "mlflow-skinny")
-        self._error, self._metric = mlflow.exceptions.MlflowException, mlflow.entities.Metric
-        path = directory / "mlflow_run_id"
-        try:
-            self._client = client = mlflow.MlflowClient()
-            if not _kept_id(path):
-                experiment = client.get_experiment_by_name(log.project)
-                number = experiment.experiment_id if experiment else client.create_experiment(log.project)
-                write_text(path, client.create_run(number, run_name=directory.name).info.run_id)
-            self._run_id = client.get_run(_kept_id(path)).info.run_id
-        except self._error as error:
-            fault = f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI"
-            raise EnvironmentFailure(fault) from error
-        self._warn, self._is_away = warn, False
+        mlflow = _import_package("mlflow", "mlflow-skinny")
+        self._error = mlflow.exceptions.MlflowException
+        self._make_metric = mlflow.entities.Metric
+        self._warn = warn
+        self._is_away = False  # whether the server failed at the last attempt
         self._unsent: list[Any] = []
+        try:
+            self._client = mlflow.MlflowClient()
+            self._run_id = self._open_run(log.project, directory)
+        except self._error as error:
+            raise EnvironmentFailure(
+                f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI"
+            ) from error
+
+    def _open_run(self, project: str, directory: Path) -> str:
+        """Return the id of this run's MLflow run, which an earlier attempt may have created."""
+        id_file = directory / "mlflow_run_id"
+        if not _read_id(id_file):
+            experiment = self._client.get_experiment_by_name(project)
+            if experiment:
+                experiment_id = experiment.experiment_id
+            else:
+                experiment_id = self._client.create_experiment(project)
+            run = self._client.create_run(experiment_id, run_name=directory.name)
+            write_text(id_file, run.info.run_id)
+        run_id: str = self._client.get_run(_read_id(id_file)).info.run_id
+        return run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        now = time.time_ns() // 1_000_000
+        milliseconds = time.time_ns() // 1_000_000
         for name, value in values.items():
-            plain = re.sub(r"[^\w\-.:/ ]", "_", name)  # MLflow takes no other characters
-            self._unsent.append(self._metric(plain, float(value), now, step))
+            mlflow_name = re.sub(r"[^\w\-.:/ ]", "_", name)  # MLflow accepts no other characters
+            self._unsent.append(self._make_metric(mlflow_name, float(value), milliseconds, step))
         try:
             self._send()
         except self._error as error:
             if not self._is_away:
-                advice = "metrics.jsonl has them, and they are sent again after the next step"
-                self._warn(f"log.backends: MLflow does not take metrics ({one_line(error)}); {advice}")
+                self._warn(
+                    f"log.backends: MLflow does not take metrics ({one_line(error)}); metrics.jsonl has them,"
+                    " and they are sent again after the next step"
+                )
             self._is_away = True
 
     def _send(self) -> None:
@@ -167,35 +207,43 @@ class MLflow(MetricsBackend):
             self._send()
             self._client.set_terminated(self._run_id)
         except self._error as error:
-            lacking = f"MLflow lacks {len(self._unsent)} values and the end of the run ({one_line(error)})"
-            self._warn(f"log.backends: {lacking}; metrics.jsonl has all of them")
+            self._warn(
+                f"log.backends: MLflow lacks {len(self._unsent)} values and the end of the run"
+                f" ({one_line(error)}); metrics.jsonl has all of them"
+            )
 
 
 class Prometheus(MetricsBackend):
     """The newest step's values as gauges ``calibadv_<name>`` at http://HOST:PORT/metrics (log.prometheus)."""
 
     def __init__(self, log: LogConfig) -> None:
-        client = _package("prometheus_client", "prometheus-client")
-        self._family = _package("prometheus_client.core", "prometheus-client").GaugeMetricFamily
+        client = _import_package("prometheus_client", "prometheus-client")
+        core = _import_package("prometheus_client.core", "prometheus-client")
+        self._make_gauge = core.GaugeMetricFamily
         self._values: dict[str, float] = {}
         registry = client.CollectorRegistry()
         registry.register(self)
         host, _, port = log.prometheus.rpartition(":")
         try:
             self._server, self._thread = client.start_http_server(int(port), host, registry)
-        except (OSError, OverflowError) as error:  # the second: a port above 65535
-            fault = f"no server there ({one_line(error)})"
-            raise UserError(f"log.prometheus={log.prometheus}: {fault}; choose another port") from error
+        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
+            raise UserError(
+                f"log.prometheus={log.prometheus}: no server there ({one_line(error)}); choose another port"
+            ) from error
 
     def collect(self) -> Iterator[Any]:
-        """Called by the server for every scrape."""
+        """Yield the gauges; the server calls this for every scrape."""
         used: Counter[str] = Counter()
         for name, value in self._values.items():
             metric = find(name)
             meaning = f"{metric.meaning} [{metric.unit}]" if metric else name
             gauge = "calibadv_" + re.sub(r"\W", "_", name, flags=re.ASCII)
-            used[gauge] += 1  # a/b and a_b: a scrape with one name twice is refused as a whole
-            yield self._family(f"{gauge}_{used[gauge]}" if used[gauge] > 1 else gauge, meaning, value=value)
+            used[gauge] += 1
+            # Metrics such as a/b and a_b get different names: Prometheus refuses a scrape that has one name
+            # twice.
+            if used[gauge] > 1:
+                gauge = f"{gauge}_{used[gauge]}"
+            yield self._make_gauge(gauge, meaning, value=value)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._values = {"step": step, **values}
@@ -206,12 +254,15 @@ class Prometheus(MetricsBackend):
         self._thread.join()
 
 
-def _kept_id(path: Path) -> str | None:
-    """Return a service's id of this run, from a file of the run's folder."""
-    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+def _read_id(path: Path) -> str | None:
+    """Return a service's id of this run from a file of the run's folder; None if there is none."""
+    if not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8").strip() or None
 
 
-def _package(module: str, package: str) -> Any:
+def _import_package(module: str, package: str) -> Any:
+    """Import an optional module; raise UserError with the name of its package if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

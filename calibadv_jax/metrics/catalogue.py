@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import yaml
@@ -28,11 +27,12 @@ class Metric:
     meaning: str
 
     def names(self) -> list[str]:
-        """Return the names with every ``{a,b}`` written out."""
+        """Return the names with ``{a,b}`` written out."""
         match = re.search(r"\{([^}]*)\}", self.name)
         if match is None:
             return [self.name]
-        before, after = self.name[: match.start()], self.name[match.end() :]
+        before = self.name[: match.start()]
+        after = self.name[match.end() :]
         return [f"{before}{choice}{after}" for choice in match[1].split(",")]
 
 
@@ -40,29 +40,39 @@ class Metric:
 def sections() -> dict[str, tuple[Metric, ...]]:
     """Return the metrics of every section of the page."""
     table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
-    return {
-        section: tuple(Metric(name, *text.split("; ", 1)) for name, text in rows.items())
-        for section, rows in table.items()
-    }
+    metrics_by_section = {}
+    for section, rows in table.items():
+        section_metrics = []
+        for name, text in rows.items():
+            unit, meaning = text.split("; ", 1)
+            section_metrics.append(Metric(name, unit, meaning))
+        metrics_by_section[section] = tuple(section_metrics)
+    return metrics_by_section
 
 
 def metrics() -> Iterator[Metric]:
     """Yield every metric, section by section."""
-    return chain.from_iterable(sections().values())
+    for section_metrics in sections().values():
+        yield from section_metrics
 
 
 def authors_names(name: str) -> list[str]:
     """Return the CalibAdv authors' names under which the value of `name` is logged too."""
-    ends = ("", "/mean", "/max", "/min")
-    return [alias + end for alias, own in ALIASES.items() for end in ends if own + end == name]
+    names = []
+    for alias, own_name in ALIASES.items():
+        for suffix in ("", "/mean", "/max", "/min"):
+            if own_name + suffix == name:
+                names.append(alias + suffix)
+    return names
 
 
 @functools.cache
 def find(name: str) -> Metric | None:
     """Return the entry of a logged name, the authors' names included; None if there is none."""
     for metric in metrics():
-        for own in metric.names():
-            pattern = ".+".join(re.escape(part) for part in re.split(r"<[^>]*>", own))
-            if re.fullmatch(pattern, name) or name in authors_names(own):
+        for entry_name in metric.names():
+            literals = re.split(r"<[^>]*>", entry_name)
+            pattern = ".+".join(re.escape(literal) for literal in literals)
+            if re.fullmatch(pattern, name) or name in authors_names(entry_name):
                 return metric
     return None

@@ -1,16 +1,17 @@
-"""Metrics of a batch of rollouts and of an evaluation."""
+"""Metrics of a step's trajectories and of an evaluation."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from calibadv_jax.core.trajectory import Group, Trajectory
 
-# The CalibAdv authors' names (their spelling) for values that have a clearer name here, so that curves can be
-# compared with theirs. Each stands for the value <name>, or <name>/{mean,max,min}.
+# Names of the CalibAdv authors (in their spelling) -> names of the same values here. Values are logged under
+# both, so that curves can be compared with the authors'. A pair stands for the value <name>, or for the
+# values <name>/mean, <name>/max and <name>/min.
 ALIASES = {
     "critic/score": "reward",
     "critic/formate_score/mean": "reward/format_valid",
@@ -31,42 +32,70 @@ ALIASES = {
 
 
 def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, float]:
-    """Return scores, lengths (in tokens) and behaviour of a batch, after the reward stage.
+    """Return scores, lengths and behaviour of a step's trajectories, after the reward stage.
 
-    Names under "reward/" and "rollout/" average over trajectories, those under "group/" over questions.
-    Shares lie in [0, 1]. The names in `ALIASES` repeat values. Failed trajectories count in rollout/failed
-    (their number), rollout/failed_share and rollout/failed/<service> only. `step` is the version of the
-    policy that they train, for their staleness. Raises ValueError without any trajectory.
+    Names under "reward/" and "rollout/" are means over trajectories, those under "group/" over questions.
+    Lengths are in tokens, shares are in [0, 1]. The names in `ALIASES` repeat values. Failed trajectories are
+    counted in rollout/failed (their number), rollout/failed_share and rollout/failed/<service> only.
+
+    Args:
+        groups: Scored groups.
+        step: Version of the policy that the trajectories train, for their staleness.
+
+    Raises:
+        ValueError: There is no trajectory, not even a failed one.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for group in groups for trajectory in group.failed]
     if not trajectories and not failed:
         raise ValueError("no trajectories to summarise")
-    reasons = Counter(str(trajectory.error).partition(":")[0] for trajectory in failed)
-    metrics: dict[str, float] = {f"rollout/failed/{name}": float(reasons[name]) for name in sorted(reasons)}
-    metrics["rollout/failed"] = float(len(failed))
-    metrics["rollout/failed_share"] = len(failed) / (len(trajectories) + len(failed))
+    metrics = _failure_metrics(failed, len(trajectories) + len(failed))
     if not trajectories:
         return metrics
-    spreads = _spreads(trajectories, step)
-    for name, values in spreads.items():
-        metrics |= {f"{name}/mean": _mean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
-    means = _shares(trajectories) | _groups([group.trajectories for group in groups if group.trajectories])
-    metrics |= {name: _mean(values) for name, values in means.items()}
-    sampled, response = (sum(spreads[f"rollout/{name}"]) for name in ("sampled_tokens", "response_length"))
-    metrics |= {
-        "rollout/refused_queries": sum(turn.is_refused for t in trajectories for turn in t.turns),
-        "rollout/sampled_tokens/total": sampled,
-        "rollout/sampled_token_ratio": sampled / max(response, 1),
-    }
-    for alias, name in ALIASES.items():
-        parts = [""] if name in metrics else ["/mean", "/max", "/min"]
-        metrics |= {alias + part: metrics[name + part] for part in parts}
+    values_by_name = _values_with_extremes(trajectories, step)
+    for name, values in values_by_name.items():
+        metrics[f"{name}/mean"] = _mean(values)
+        metrics[f"{name}/max"] = max(values)
+        metrics[f"{name}/min"] = min(values)
+    finished_groups = [group.trajectories for group in groups if group.trajectories]
+    averaged_values = {**_averaged_values(trajectories), **_group_values(finished_groups)}
+    for name, averaged in averaged_values.items():
+        metrics[name] = _mean(averaged)
+    metrics["rollout/refused_queries"] = sum(
+        turn.is_refused for trajectory in trajectories for turn in trajectory.turns
+    )
+    num_sampled = sum(values_by_name["rollout/sampled_tokens"])
+    num_response = sum(values_by_name["rollout/response_length"])
+    metrics["rollout/sampled_tokens/total"] = num_sampled
+    metrics["rollout/sampled_token_ratio"] = num_sampled / max(num_response, 1)
+    metrics.update(_aliased(metrics))
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _spreads(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[float]]:
-    """Return the values whose mean, maximum and minimum are logged."""
+def _failure_metrics(failed: Sequence[Trajectory], num_trajectories: int) -> dict[str, float]:
+    """Return the counts of failed trajectories among so many trajectories."""
+    # An error begins with the name of the service that failed.
+    counts = Counter(str(trajectory.error).partition(":")[0] for trajectory in failed)
+    metrics: dict[str, float] = {}
+    for service in sorted(counts):
+        metrics[f"rollout/failed/{service}"] = float(counts[service])
+    metrics["rollout/failed"] = float(len(failed))
+    metrics["rollout/failed_share"] = len(failed) / num_trajectories
+    return metrics
+
+
+def _aliased(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics under the CalibAdv authors' names."""
+    aliased = {}
+    for alias, name in ALIASES.items():
+        suffixes = [""] if name in metrics else ["/mean", "/max", "/min"]
+        for suffix in suffixes:
+            aliased[alias + suffix] = metrics[name + suffix]
+    return aliased
+
+
+def _values_with_extremes(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[float]]:
+    """Return the values whose mean, maximum and minimum over trajectories are logged, by name."""
     masks = [trajectory.mask for trajectory in trajectories]
     values: dict[str, list[float]] = {
         "reward": [trajectory.answer_score for trajectory in trajectories],
@@ -77,58 +106,98 @@ def _spreads(trajectories: Sequence[Trajectory], step: int) -> dict[str, list[fl
         "rollout/response_length": [len(mask) for mask in masks],
         "rollout/sampled_tokens": [int(mask.sum()) for mask in masks],
     }
-    if versions := _versions(trajectories):
+    versions = _policy_versions(trajectories)
+    if versions:
         values["rollout/staleness"] = [step - ascending[0] for ascending in versions]
     return values
 
 
-def _shares(trajectories: Sequence[Trajectory]) -> dict[str, Iterable[float]]:
-    """Return the values whose mean over trajectories is logged."""
-    valid = [sum(turn.is_action or turn.kind == "answer" for turn in t.turns) for t in trajectories]
-    values: dict[str, Iterable[float]] = {
-        "reward/format_valid": (trajectory.format_valid for trajectory in trajectories),
-        "rollout/valid_actions/mean": valid,
-        "rollout/valid_action_ratio": (
-            count / len(t.turns) if t.turns else 0.0 for count, t in zip(valid, trajectories, strict=True)
-        ),
-        "rollout/answered": (trajectory.answer is not None for trajectory in trajectories),
-        "rollout/invalid": (any(turn.kind == "invalid" for turn in t.turns) for t in trajectories),
-        "rollout/truncated": (any(turn.stop_reason == "length" for turn in t.turns) for t in trajectories),
+def _averaged_values(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[float]]:
+    """Return the values whose mean over trajectories is logged, by name."""
+    num_valid_turns = [_num_valid_turns(trajectory) for trajectory in trajectories]
+    valid_turn_ratios = []
+    for num_valid, trajectory in zip(num_valid_turns, trajectories, strict=True):
+        valid_turn_ratios.append(num_valid / len(trajectory.turns) if trajectory.turns else 0.0)
+    values: dict[str, Sequence[float]] = {
+        "reward/format_valid": [trajectory.format_valid for trajectory in trajectories],
+        "rollout/valid_actions/mean": num_valid_turns,
+        "rollout/valid_action_ratio": valid_turn_ratios,
+        "rollout/answered": [trajectory.answer is not None for trajectory in trajectories],
+        "rollout/invalid": [_num_turns_of_kind(trajectory, "invalid") > 0 for trajectory in trajectories],
+        "rollout/truncated": [_has_truncated_turn(trajectory) for trajectory in trajectories],
     }
-    # A metric that a trajectory lacks does not apply to it.
     for name in sorted({name for trajectory in trajectories for name in trajectory.metrics}):
-        values[f"reward/{name}"] = [t.metrics[name] for t in trajectories if name in t.metrics]
-    for name in dict.fromkeys(name for t in trajectories for name in t.actions if name != "search"):
-        values[f"rollout/actions/{name}"] = [sum(u.kind == name for u in t.turns) for t in trajectories]
-    if versions := _versions(trajectories):
+        # A metric that a trajectory lacks does not apply to it.
+        values[f"reward/{name}"] = [
+            trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics
+        ]
+    for name in _other_actions(trajectories):
+        values[f"rollout/actions/{name}"] = [
+            _num_turns_of_kind(trajectory, name) for trajectory in trajectories
+        ]
+    versions = _policy_versions(trajectories)
+    if versions:
         values["rollout/mixed_versions"] = [len(ascending) > 1 for ascending in versions]
     return values
 
 
-def _versions(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
+def _num_valid_turns(trajectory: Trajectory) -> int:
+    return sum(turn.is_action or turn.kind == "answer" for turn in trajectory.turns)
+
+
+def _num_turns_of_kind(trajectory: Trajectory, kind: str) -> int:
+    return sum(turn.kind == kind for turn in trajectory.turns)
+
+
+def _has_truncated_turn(trajectory: Trajectory) -> bool:
+    return any(turn.stop_reason == "length" for turn in trajectory.turns)
+
+
+def _other_actions(trajectories: Sequence[Trajectory]) -> list[str]:
+    """Return the actions of the trajectories except search, each once, in order of their first occurrence."""
+    names = []
+    for trajectory in trajectories:
+        for name in trajectory.actions:
+            if name != "search" and name not in names:
+                names.append(name)
+    return names
+
+
+def _policy_versions(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
+    """Return the ascending versions that wrote each trajectory, without trajectories that have none."""
     return [trajectory.policy_versions for trajectory in trajectories if trajectory.policy_versions]
 
 
-def _groups(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Iterable[float]]:
-    """Return the values whose mean over questions is logged."""
-    scores = [[trajectory.answer_score for trajectory in group] for group in groups]
+def _group_values(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Sequence[float]]:
+    """Return the values whose mean over questions is logged, by name; no group is empty."""
+    group_scores = [[trajectory.answer_score for trajectory in trajectories] for trajectories in groups]
+    is_solved = [
+        any(trajectory.relative_score >= 1 for trajectory in trajectories) for trajectories in groups
+    ]
     return {
-        "group/best_score": (max(members) for members in scores),
-        "group/solved": (any(trajectory.relative_score >= 1 for trajectory in group) for group in groups),
-        "group/tied": (max(members) == min(members) for members in scores),
-        "group/all_zero": (max(members) == 0 for members in scores),
+        "group/best_score": [max(scores) for scores in group_scores],
+        "group/solved": is_solved,
+        "group/tied": [max(scores) == min(scores) for scores in group_scores],
+        "group/all_zero": [max(scores) == 0 for scores in group_scores],
     }
 
 
-def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values), dtype=np.float64))
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values, dtype=np.float64))
 
 
 def report_metrics(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
-    """Name an evaluation's means ``eval/<data source>/<metric>/<greedy or temperature_T>``."""
-    return {
-        f"eval/{source}/{name}/{'greedy' if temperature == '0' else f'temperature_{temperature}'}": value
-        for temperature, sources in means.items()
-        for source, values in sources.items()
-        for name, value in values.items()
-    }
+    """Return an evaluation's means under the names ``eval/<data source>/<metric>/<sampling>``.
+
+    The sampling is ``greedy`` or ``temperature_T``.
+
+    Args:
+        means: Means by temperature, data source and metric.
+    """
+    metrics = {}
+    for temperature, sources in means.items():
+        sampling = "greedy" if temperature == "0" else f"temperature_{temperature}"
+        for source, values in sources.items():
+            for name, value in values.items():
+                metrics[f"eval/{source}/{name}/{sampling}"] = value
+    return metrics

@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any, TextIO
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import wrap_disk_errors, write_text
 
-if TYPE_CHECKING:  # who reads metrics need not wait for tensorboardX, which imports torch
+if TYPE_CHECKING:  # a program that only reads metrics must not wait for tensorboardX, which imports torch
     from calibadv_jax.metrics.backends import MetricsBackend
 
 
 class MetricsWriter:
     """Appends one JSON object a step to ``<directory>/metrics.jsonl``, and hands finite values to backends.
 
-    A row is ``{"step": s, name: value, …}``; a value that is not finite is null, and its name stands under
-    "nonfinite". Every row is flushed, so that a crash loses nothing. Rows of an earlier attempt from
-    `start_step` on are dropped; None keeps all. The backends are closed with the writer.
+    A row is ``{"step": s, name: value, …}``. A value that is not finite is null, and its name is listed under
+    "nonfinite". Every row is flushed, so that a crash loses nothing. The backends are closed with the writer.
+
+    Args:
+        directory: Folder of the run.
+        backends: See `backends.open_backends`.
+        start_step: First step that will be written. Rows of an earlier attempt from this step on are dropped;
+            None keeps all.
     """
 
     def __init__(
@@ -30,38 +35,56 @@ class MetricsWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         self._backends = backends
-        self._file = self._repaired(start_step)
+        self._file = self._repair_and_open(start_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row; TypeError if a value is not a scalar."""
-        # Scalars of any type, arrays of one element included.
-        values = {n: int(v) if isinstance(v, numbers.Integral) else float(v) for n, v in metrics.items()}
-        nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
-        row: dict[str, object] = {"step": step, **values, **dict.fromkeys(nonfinite)}
-        if nonfinite:
-            row["nonfinite"] = nonfinite
+        """Write one row.
+
+        Args:
+            step: Number of the step.
+            metrics: Values by name: scalars of any type, or arrays of one element.
+
+        Raises:
+            TypeError: A value is not a scalar.
+        """
+        row: dict[str, object] = {"step": step}
+        finite_values: dict[str, float] = {}
+        nonfinite_names: list[str] = []
+        for name, metric in metrics.items():
+            value = int(metric) if isinstance(metric, numbers.Integral) else float(metric)
+            if math.isfinite(value):
+                row[name] = value
+                finite_values[name] = value
+            else:
+                row[name] = None
+                nonfinite_names.append(name)
+        if nonfinite_names:
+            row["nonfinite"] = nonfinite_names
         with wrap_disk_errors(self.path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
-        finite = {name: value for name, value in values.items() if name not in nonfinite}
         for backend in self._backends:
-            backend.write(step, finite)
+            backend.write(step, finite_values)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows at or past `step`, which will be written again."""
+        """Drop the rows from `step` on, which will be written again."""
         self._file.close()
-        self._file = self._repaired(step)
+        self._file = self._repair_and_open(step)
         for backend in self._backends:
             backend.rewind(step)
 
-    def _repaired(self, start_step: int | None) -> TextIO:
-        """Drop a last line that was cut off and the rows at or past `start_step`; open the file."""
+    def _repair_and_open(self, start_step: int | None) -> TextIO:
+        """Drop a last line that was cut off and the rows from `start_step` on; open the file."""
         if self.path.exists():
-            rows = [row for row in read_metrics(self.path) if start_step is None or row["step"] < start_step]
-            write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+            lines = []
+            for row in read_metrics(self.path):
+                if start_step is None or row["step"] < start_step:
+                    lines.append(json.dumps(row, allow_nan=False) + "\n")
+            write_text(self.path, "".join(lines))
         return self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
+        """Close the file and the backends."""
         with wrap_disk_errors(self.path):
             self._file.close()
         for backend in self._backends:
@@ -75,15 +98,20 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl; a last line cut off by a crash is left out.
+    """Return the rows of a metrics.jsonl. A last line that a crash cut off is left out.
 
-    Raises UserError if the file is missing, or another line is not a row of metrics.
+    Args:
+        path: The file.
+
+    Raises:
+        UserError: The file is missing, or another line is not a row of metrics.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such metrics file; it is written by a training run")
     rows = []
-    # A complete row ends in a newline, so whatever follows the last one was cut off.
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    # A complete row ends in a newline, so everything after the last newline was cut off.
+    complete_lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(complete_lines, 1):
         try:
             row = json.loads(line.decode())
         except ValueError:

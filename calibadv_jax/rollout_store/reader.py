@@ -24,74 +24,127 @@ from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
 
 @dataclass(frozen=True)
 class KeptStep:
-    step: int  # version of the policy that the step made
+    """A step as it was trained.
+
+    Attributes:
+        step: Version of the policy that the step made.
+        groups: Groups of the step.
+        credits: Credit of the finished trajectories of each group, as `AdvantageResult.credits`.
+        learner_logprobs: The learner's log-probabilities before the first update: float32 [T] for each
+            finished trajectory of each group, None where they were not computed.
+        metadata: See `read_metadata`.
+    """
+
+    step: int
     groups: list[Group]
-    credits: list[GroupCredit]  # of the finished trajectories of each group, as AdvantageResult.credits
-    learner_logprobs: Logprobs  # float32 [T] a trajectory before the first update; None where not computed
-    metadata: dict[str, str]  # see `read_metadata`
+    credits: list[GroupCredit]
+    learner_logprobs: Logprobs
+    metadata: dict[str, str]
 
 
 def find_step(run: Path, step: int) -> Path:
-    """Return the file of a kept step; UserError if the run did not keep it."""
+    """Return the file of a kept step.
+
+    Args:
+        run: Folder of the run.
+        step: Number of the step.
+
+    Raises:
+        UserError: The run did not keep the step.
+    """
     steps = kept_steps(run)
     if step in steps:
         return steps[step]
     if not steps:
         raise UserError(f"{run}: no trajectories are kept there; a run with log.rollouts=parquet keeps them")
-    nearest = f"the nearest kept one is {min(steps, key=lambda number: abs(number - step))}"
-    raise UserError(f"{run}: step {step} is not kept; {nearest} (see log.rollouts_keep)")
+    nearest = min(steps, key=lambda number: abs(number - step))
+    raise UserError(
+        f"{run}: step {step} is not kept; the nearest kept one is {nearest} (see log.rollouts_keep)"
+    )
 
 
 def read_step(path: Path) -> KeptStep:
-    """Read a kept step; UserError if the file is missing, damaged or of another version."""
+    """Read a kept step.
+
+    Args:
+        path: Its file: see `find_step`.
+
+    Raises:
+        UserError: The file is missing, damaged or of another schema version.
+    """
     table = read_columns(path)
-    rows, metadata = table.to_pylist(maps_as_pydicts="strict"), _text(table.schema.metadata)
-    groups, credits, logprobs = from_rows(rows, *opening_and_actions(metadata))
-    return KeptStep(rows[0]["step"] if rows else 0, groups, credits, logprobs, metadata)
+    rows = table.to_pylist(maps_as_pydicts="strict")
+    metadata = _decode(table.schema.metadata)
+    opening, actions = opening_and_actions(metadata)
+    groups, credits, logprobs = from_rows(rows, opening, actions)
+    step = rows[0]["step"] if rows else 0
+    return KeptStep(step, groups, credits, logprobs, metadata)
 
 
 def opening_and_actions(metadata: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return `Trajectory.opening` and `Trajectory.actions` of a file's trajectories, given its metadata."""
     prompt = json.loads(metadata["config"])["prompt"]
     opening = PromptConfig(prepend_think=prompt["prepend_think"]).opening
-    return opening, tuple(json.loads(metadata.get("actions", json.dumps(SEARCH_ALONE))))
+    actions = SEARCH_ALONE
+    if "actions" in metadata:
+        actions = tuple(json.loads(metadata["actions"]))
+    return opening, actions
 
 
 def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read columns of a kept step; default: all. Raises UserError as `read_step`.
+    """Read columns of a kept step.
 
-    `columns` are names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``.
+    Args:
+        path: Its file: see `find_step`.
+        columns: Names of `schema.SCHEMA`, or parts of them such as ``turns.list.element.advantage``. None:
+            all columns.
+
+    Raises:
+        UserError: The file is missing, damaged or of another schema version.
     """
     version = read_metadata(path).get("schema_version")
     if version != schema.VERSION:
-        fault = f"its schema_version is {version}, this program reads {schema.VERSION}"
-        raise UserError(f"{path}: {fault}; use the program that wrote it")
-    with _readable(path), pq.ParquetFile(path) as file:
+        raise UserError(
+            f"{path}: its schema_version is {version}, this program reads {schema.VERSION}; use the program"
+            " that wrote it"
+        )
+    with _as_user_errors(path), pq.ParquetFile(path) as file:
         return file.read(columns=None if columns is None else list(columns))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read the metadata of a file, without its rows. Raises UserError as `read_step`.
+    """Read the metadata of a file, without its rows.
 
-    Keys: schema_version; advantage and config as JSON; tokenizer: its folder, relative to the run's; seed: of
-    the step's draws; actions as JSON, if search was not the only one.
+    Returns:
+        A dictionary with the keys
+
+        - schema_version
+        - advantage and config: these sections as JSON
+        - tokenizer: folder of the tokenizer, relative to the run's
+        - seed: seed of the step's draws
+        - actions: names of the actions as JSON; missing if search was the only one.
+
+    Raises:
+        UserError: The file is missing or damaged.
     """
-    with _readable(path):
-        return _text(pq.read_schema(path).metadata)
+    with _as_user_errors(path):
+        return _decode(pq.read_schema(path).metadata)
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _as_user_errors(path: Path) -> Iterator[None]:
+    """Raise errors of reading the file as UserError."""
     try:
         yield
     except FileNotFoundError as error:
-        fault = "no such file of trajectories; a run with log.rollouts keeps them"
-        raise UserError(f"{path}: {fault}") from error
+        raise UserError(
+            f"{path}: no such file of trajectories; a run with log.rollouts keeps them"
+        ) from error
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read ({one_line(error)}); remove the file") from error
 
 
-def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
+def _decode(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in (metadata or {}).items()}
 
 
@@ -100,37 +153,53 @@ def from_rows(
 ) -> tuple[list[Group], list[GroupCredit], Logprobs]:
     """Return a step's groups, their credit and the learner's log-probabilities.
 
-    The `rows` have maps as dictionaries; `opening` and `actions` are those of every `Trajectory`.
+    Args:
+        rows: Rows of the step in the order of the file, with maps as dictionaries.
+        opening: `Trajectory.opening` of all trajectories.
+        actions: `Trajectory.actions` of all trajectories.
+
+    Returns:
+        Groups, credits and log-probabilities as in `KeptStep`.
     """
-    groups, credits, logprobs = [], [], []
-    for _, chosen in groupby(rows, lambda row: row["group"]):
-        members = list(chosen)
+    groups: list[Group] = []
+    credits: list[GroupCredit] = []
+    logprobs: Logprobs = []
+    for _, group_rows in groupby(rows, lambda row: row["group"]):
+        members = list(group_rows)
         question = _question(members[0])
         group = Group.of(question, [_trajectory(row, question, opening, actions) for row in members])
-        finished = [row for row in members if row["error"] is None]
         groups.append(group)
-        credits.append(_credit(group, finished, dict(members[0]["silver"])))
-        logprobs.append([_logprobs(*pair) for pair in zip(finished, group.trajectories, strict=True)])
+        finished_rows = [row for row in members if row["error"] is None]
+        credits.append(_credit(group, finished_rows, silver=dict(members[0]["silver"])))
+        finished = zip(finished_rows, group.trajectories, strict=True)
+        logprobs.append([_logprobs(row, trajectory) for row, trajectory in finished])
     return groups, credits, logprobs
 
 
 def _question(row: RecordRow) -> Question:
-    answers, supporting = tuple(row["golden_answers"]), tuple(row["supporting_ids"])
-    return Question(row["question_id"], row["question"], answers, row["data_source"], supporting)
+    return Question(
+        row["question_id"],
+        row["question"],
+        tuple(row["golden_answers"]),
+        row["data_source"],
+        tuple(row["supporting_ids"]),
+    )
 
 
 def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
     fields: dict[str, Any] = {name: row.get(name) for name in schema.TRAJECTORY_FIELDS}
-    fields |= {"prompt_ids": np.asarray(row["prompt_ids"], np.int32), "metrics": dict(row["metrics"])}
+    fields["prompt_ids"] = np.asarray(row["prompt_ids"], np.int32)
+    fields["metrics"] = dict(row["metrics"])
     turns = [_turn(turn) for turn in row["turns"]]
     return Trajectory(question, turns=turns, opening=opening, actions=actions, **fields)
 
 
 def _turn(row: RecordRow) -> Turn:
+    # `get`, because older files and JSON lack some columns.
     fields: dict[str, Any] = {name: row.get(name) for name in schema.TURN_FIELDS}
     for name, dtype in schema.TURN_ARRAYS.items():
         values = row.get(name)
-        # JSON has null where a number is not finite: NaN
+        # JSON has null in place of a number that is not finite; it becomes NaN.
         fields[name] = None if values is None else np.asarray(values, dtype)
     fields["documents"] = tuple(Document(**document) for document in row["documents"])
     fields["policy_versions"] = tuple(row["policy_versions"])
@@ -138,13 +207,17 @@ def _turn(row: RecordRow) -> Turn:
     return Turn(**fields)
 
 
-def _credit(group: Group, finished: Sequence[RecordRow], silver: dict[str, float]) -> GroupCredit:
+def _credit(group: Group, finished_rows: Sequence[RecordRow], silver: dict[str, float]) -> GroupCredit:
+    """Return the credit of a group, given the rows of its finished trajectories."""
     fields: dict[str, list[Any]] = {}
-    for column, (attribute, dtype, _) in schema.CREDIT.items():
-        values = [[turn[column] for turn in row["turns"]] for row in finished]
-        fields[attribute] = [np.array(turns, dtype) for turns in values] if dtype else values
+    for name, column in schema.CREDIT.items():
+        values: list[Any] = []  # values of the turns, for each trajectory
+        for row in finished_rows:
+            turn_values = [turn[name] for turn in row["turns"]]
+            values.append(turn_values if column.dtype is None else np.array(turn_values, column.dtype))
+        fields[column.attribute] = values
     fields["found_silver"] = [[tuple(ids) for ids in turns] for turns in fields["found_silver"]]
-    raw = np.array([row["advantage_raw"] for row in finished], np.float64)
+    raw = np.array([row["advantage_raw"] for row in finished_rows], np.float64)
     return GroupCredit(group, raw, silver=silver, **fields)
 
 

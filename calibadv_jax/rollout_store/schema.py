@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-RecordRow = dict[str, Any]  # columns of SCHEMA, or of TURN
-Logprobs = list[list[np.ndarray | None]]  # float32 [T] of each trajectory of each group, as its response
+# A row of the file by the columns of SCHEMA, or a turn in it by the columns of TURN.
+RecordRow = dict[str, Any]
+# Log-probabilities of the response of each trajectory of each group, float32 [T].
+Logprobs = list[list[np.ndarray | None]]
 
-VERSION = "1"
-FOLDER = "rollouts"  # in the folder of the run
+VERSION = "1"  # files of other versions are refused
+FOLDER = "rollouts"  # name of the folder of all steps, in the folder of the run
 _NAME = re.compile(r"step_(\d+)\.parquet")
 
 _INT = pa.int32()
@@ -29,7 +31,7 @@ DOCUMENT = pa.struct(
 )
 TURN = pa.struct(
     [
-        ("kind", pa.string()),  # answer, invalid, unfinished, or the name of an action: search
+        ("kind", pa.string()),  # answer, invalid, unfinished, or the name of an action such as search
         ("text", pa.string()),
         ("think", pa.string()),
         ("query", pa.string()),
@@ -38,8 +40,9 @@ TURN = pa.struct(
         ("is_refused", pa.bool_()),
         ("policy_versions", _INTS),
         ("token_ids", _INTS),
-        ("logprobs", _FLOATS),  # the sampler's
-        ("learner_logprobs", _FLOATS),  # before the step's first update; null where it had none
+        ("logprobs", _FLOATS),  # log-probabilities of the sampler
+        # Log-probabilities of the learner before the step's first update; null where they were not computed.
+        ("learner_logprobs", _FLOATS),
         ("observation_ids", _INTS),
         ("observation_text", pa.string()),
         ("documents", pa.list_(DOCUMENT)),
@@ -47,17 +50,17 @@ TURN = pa.struct(
         ("advantage", pa.float64()),  # weight of its sampled tokens in the loss
         ("correctness", pa.float64()),
         ("softened", pa.bool_()),
-        ("repeated", pa.string()),  # why it is a repetition; null if it is none, or was not judged
+        ("repeated", pa.string()),  # why the turn is a repetition; null if it is none, or was not judged
         ("found_silver", _TEXTS),
-        ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # older files of this version lack it
-        ("values", _FLOATS),  # the critic's, before each sampled token; null, or lacking, without one
+        ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # missing in older files of this version
+        ("values", _FLOATS),  # values of the critic before each sampled token; null or missing without one
     ]
 )
 SCHEMA = pa.schema(
     [
-        ("step", _INT),  # the number of the policy that the step made
-        ("group", _INT),  # position in the step
-        ("index", _INT),  # position in the group
+        ("step", _INT),  # version of the policy that the step made
+        ("group", _INT),  # position of the group in the step
+        ("index", _INT),  # position of the trajectory in the group
         ("question_id", pa.string()),
         ("question", pa.string()),
         ("data_source", pa.string()),
@@ -71,12 +74,22 @@ SCHEMA = pa.schema(
         ("policy_versions", _INTS),
         ("seconds", pa.float64()),
         ("advantage_raw", pa.float64()),  # null where the trajectory failed
-        ("silver", pa.map_(pa.string(), pa.float64())),  # of the group, on each of its rows
+        ("silver", pa.map_(pa.string(), pa.float64())),  # silver set of the group, on each of its rows
         ("prompt_ids", _INTS),
-        ("first_opening", pa.string()),  # null, or lacking, where the first turn begins as the others do
+        ("first_opening", pa.string()),  # null or missing where the first turn begins as the others do
         ("turns", pa.list_(TURN)),
     ]
 )
+
+
+class CreditColumn(NamedTuple):
+    """How a column of TURN corresponds to an attribute of `GroupCredit`."""
+
+    attribute: str  # holds a list or an array for each finished trajectory, with a value for each turn
+    dtype: type[np.generic] | None  # dtype of the arrays; None for lists
+    default: Any  # value in the turns of a failed trajectory
+
+
 # Attributes of a trajectory that are columns and are read back.
 TRAJECTORY_FIELDS = (
     "index",
@@ -95,21 +108,24 @@ TURN_ARRAYS = {
     "observation_ids": np.int32,
     "values": np.float32,
 }
-# Column of a turn -> attribute of `GroupCredit`, its dtype if it is an array, value of a failed trajectory.
+# Columns of a turn with its credit.
 CREDIT = {
-    "advantage_raw": ("before", np.float64, None),
-    "advantage": ("turns", np.float64, 0.0),
-    "correctness": ("correctness", np.float64, 0.0),
-    "softened": ("softened", np.bool_, False),
-    "repeated": ("repeated", None, None),
-    "found_silver": ("found_silver", None, ()),
+    "advantage_raw": CreditColumn("before", np.float64, None),
+    "advantage": CreditColumn("turns", np.float64, 0.0),
+    "correctness": CreditColumn("correctness", np.float64, 0.0),
+    "softened": CreditColumn("softened", np.bool_, False),
+    "repeated": CreditColumn("repeated", None, None),
+    "found_silver": CreditColumn("found_silver", None, ()),
 }
 # All other columns of a turn are attributes of it too.
 TURN_FIELDS = tuple(
     field.name for field in TURN if field.name not in {*TURN_ARRAYS, *CREDIT, "learner_logprobs"}
 )
-LOGPROBS = [  # Parquet's names of the columns that take nearly all of the space
-    f"turns.list.element.{name}.list.element" for name in ("logprobs", "learner_logprobs", "values")
+# Parquet's names of the columns that take nearly all of the space.
+LOGPROBS = [
+    "turns.list.element.logprobs.list.element",
+    "turns.list.element.learner_logprobs.list.element",
+    "turns.list.element.values.list.element",
 ]
 
 
@@ -120,5 +136,9 @@ def short_name(run: Path) -> str:
 
 def kept_steps(run: Path) -> dict[int, Path]:
     """Return the files of a run's kept steps, by step, in ascending order."""
-    named = ((path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob("step_*"))
-    return dict(sorted((int(match[1]), path) for path, match in named if match))
+    steps: list[tuple[int, Path]] = []
+    for path in (run / FOLDER).glob("step_*"):
+        match = _NAME.fullmatch(path.name)
+        if match:
+            steps.append((int(match[1]), path))
+    return dict(sorted(steps))

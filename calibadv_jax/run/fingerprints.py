@@ -13,11 +13,11 @@ from calibadv_jax.core.files import content_hash
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.distributed.process_group import Hosts
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_client import identity as index_identity
+from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import weights_hash
 

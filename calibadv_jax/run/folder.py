@@ -30,8 +30,8 @@ from calibadv_jax.run.comparison import (
 )
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
 from calibadv_jax.run.model import BASE, Model, base_of
-from calibadv_jax.services.retriever_client import difference
-from calibadv_jax.services.retriever_client import identity as index_identity
+from calibadv_jax.services.retriever_health import difference
+from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import finish_rollback, newest_step, saved_steps
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
 

@@ -16,7 +16,8 @@ from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import attempt_seed
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.distributed.exchange import ALONE, Hosts, SharedGroups
+from calibadv_jax.distributed.process_group import ALONE, Hosts
+from calibadv_jax.distributed.shared_groups import SharedGroups
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.step import logprob_mismatch, probe_tokens
 from calibadv_jax.metrics.console import Console

@@ -15,7 +15,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.distributed.exchange import ALONE, Hosts
+from calibadv_jax.distributed.process_group import ALONE, Hosts
 from calibadv_jax.learner.batching import Sample, content_of
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.losses import policy_loss

@@ -16,8 +16,8 @@ from calibadv_jax.core.interfaces import Sampler
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.distributed.exchange import ALONE, Hosts
 from calibadv_jax.distributed.joining import own_workers
+from calibadv_jax.distributed.process_group import ALONE, Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
@@ -26,7 +26,8 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import check_running, open_retriever
 
 
 def _ignore(_: object) -> None:

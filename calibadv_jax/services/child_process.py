@@ -13,35 +13,48 @@ from tempfile import TemporaryDirectory
 
 from calibadv_jax.core.errors import INPUT_STATUS, EnvironmentFailure, UserError
 
-STOP_SECONDS = 20.0  # between asking a child to end and killing it
+STOP_SECONDS = 20.0  # between SIGTERM to a child and SIGKILL
+POLL_SECONDS = 0.05  # between two checks whether a child is ready
 LONGEST_CAUSE = 300  # characters
 LONGEST_LOG = 2**24  # bytes, about 100 starts of a vLLM server; a longer one is set aside at a start
+# With it, the log has every line at once, and an error stands after the lines that led to it.
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+
 _ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name errors that have not happened
-UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # the log has every line at once, and errors after what led to them
 
 
 @dataclass
 class ChildService:
-    """A child process, ready when the block begins, stopped when it ends.
+    """A child process that serves HTTP: ready when the block begins, stopped when it ends.
 
-    The `command` is started with ``--port 0 --port_file FILE --parent_pid PID`` added, and its output is
-    added to `log_path`; other commands may write there too.
+    The command is started with ``--port 0 --port_file FILE --parent_pid PID`` added.
+
+    Attributes:
+        name: Name of the service in messages.
+        command: Command line of the service.
+        log_path: File to which its output is added. Other commands may write to it too.
+        start_timeout: Seconds until the service must be ready.
+        timeout_key: Config key of `start_timeout`, for messages.
+        environment: Environment variables that differ from those of this process.
+        url: Address of the service once it is ready.
+        process: The child once it is started.
     """
 
-    name: str  # in messages
+    name: str
     command: Sequence[str]
     log_path: Path
-    start_timeout: float  # seconds
-    timeout_key: str  # config key of `start_timeout`, for messages
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that differ from this process's
+    start_timeout: float
+    timeout_key: str
+    environment: Mapping[str, str] = field(default_factory=dict)
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory, init=False)  # of the port
-    _log_start: int = field(default=0, init=False)  # bytes of the log before this child's
+    # Folder of the file to which the child writes its port.
+    _folder: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory, init=False)
+    _log_start: int = field(default=0, init=False)  # length of the log in bytes when the child was started
 
     def __enter__(self) -> ChildService:
-        """Start the service and wait for it; raise UserError if it ends or does not get ready in time."""
+        """Start the service and wait for it; raises as `wait`."""
         try:
             self.start()
             self.wait()
@@ -54,33 +67,45 @@ class ChildService:
         self.stop()
 
     def start(self) -> None:
-        """Start without waiting, so that several may start side by side."""
+        """Start the child without waiting for it, so that several can start side by side."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._port_file = Path(self._folder.name, "port")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
         set_aside(self.log_path)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            command = [*self.command, *arguments]
-            variables = os.environ | UNBUFFERED | dict(self.environment)
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
+            self.process = subprocess.Popen(
+                [*self.command, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **UNBUFFERED, **self.environment},
+            )
 
     def wait(self) -> None:
-        """Wait until it is ready; see `__enter__`."""
+        """Wait until the service is ready.
+
+        Raises:
+            UserError: The child refuses its input (INPUT_STATUS).
+            EnvironmentFailure: The child ends with another status, or is not ready within `start_timeout`.
+        """
         assert self.process is not None
         deadline = time.monotonic() + self.start_timeout
         while not self._port_file.is_file():
-            if (status := self.process.poll()) is not None:
+            status = self.process.poll()
+            if status is not None:
                 output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
                 kind = UserError if status == INPUT_STATUS else EnvironmentFailure
                 raise kind(f"{self.name} ended with status {status}: {_cause(output)}; see {self.log_path}")
             if time.monotonic() > deadline:
-                fault = f"{self.name} was not ready within {self.start_timeout:g} s"
-                raise EnvironmentFailure(f"{fault}; see {self.log_path} or raise {self.timeout_key}")
-            time.sleep(0.05)
+                raise EnvironmentFailure(
+                    f"{self.name} was not ready within {self.start_timeout:g} s; see {self.log_path} or raise"
+                    f" {self.timeout_key}"
+                )
+            time.sleep(POLL_SECONDS)
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
 
     def stop(self) -> None:
+        """End the child: with SIGTERM, and with SIGKILL after STOP_SECONDS."""
         if self.process is not None:
             self.process.terminate()
             try:
@@ -97,9 +122,13 @@ def set_aside(log: Path) -> None:
         log.replace(log.with_name(f"{log.name}.old"))
 
 
-def _cause(log: str) -> str:
-    """Return the first line that names an error, as later ones follow from it, or else the last line."""
-    lines = log.strip().splitlines() or ["no output"]
-    errors = (_ERROR.search(line) for line in lines if not _HARMLESS.search(line))
-    cause = next((error.group() for error in errors if error), lines[-1].removeprefix("error: "))
+def _cause(output: str) -> str:
+    """Return the first error that the output names, because later ones follow from it, or its last line."""
+    lines = output.strip().splitlines() or ["no output"]
+    cause = lines[-1].removeprefix("error: ")
+    for line in lines:
+        error = _ERROR.search(line)
+        if error and not _HARMLESS.search(line):
+            cause = error.group()
+            break
     return cause.strip()[:LONGEST_CAUSE]

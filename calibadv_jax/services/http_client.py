@@ -1,7 +1,7 @@
 """HTTP connections to the services of a run, and the one retry loop for all of them.
 
-aiohttp, because hundreds of requests are open at once: httpx goes through all of a pool's connections for
-each request (encode/httpx#3215), which took more of a core than the agent loop itself.
+aiohttp is used because hundreds of requests are open at once: httpx goes through all of a pool's connections
+for each request (encode/httpx#3215), which took more of a core than the agent loop itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from calibadv_jax.core.tags import well_formed_json
 from calibadv_jax.core.user_functions import failure
 
 AWAY = (408, 425, 429, 502, 503, 504)  # statuses that announce that a later attempt may succeed
-NO_SUCH_METHOD = 501
-KEEPALIVE_SECONDS = 2.0  # below the servers' five: so none closes a connection that is just being reused
+NOT_IMPLEMENTED = 501  # the only status from 500 on after which another attempt is useless
+# Seconds for which an idle connection is kept. Servers close theirs after five seconds: a shorter time here
+# avoids that a server closes a connection that is just being used again.
+KEEPALIVE_SECONDS = 2.0
 LONGEST_REPLY = 2**26  # bytes, decompressed: 256 queries with 256 KiB of documents each
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
-LAST_PAUSE = 10.0
-ONCE = 1e-3  # patience in seconds for a single attempt
-BAD_REPLIES = 3  # replies against the contract after which a request has failed
+LAST_PAUSE = 10.0  # seconds
+ONCE = 1e-3  # patience in seconds that stands for a single attempt
+BAD_REPLIES = 3  # invalid replies after which a request has failed
 
 Warn = Callable[[str], object]  # takes a line for the user
 T = TypeVar("T")
@@ -38,11 +40,16 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class BadReply(Exception):
-    """A service answered, but against its contract."""
+    """A service answered with an invalid reply: one that breaks its contract."""
 
 
 class Unreachable(Exception):
-    """A service did not answer in time, and asks to wait `retry_after` seconds; 0: it does not say."""
+    """A service did not answer in time.
+
+    Args:
+        reason: Why, for messages.
+        retry_after: Seconds that the service asks to wait; 0: it does not say.
+    """
 
     def __init__(self, reason: str, retry_after: float = 0.0):
         super().__init__(reason)
@@ -51,27 +58,34 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class HttpReply:
+    """A complete HTTP reply; the names of `headers` ignore case."""
+
     status: int
     body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)  # by names of any case
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_away(self) -> bool:
-        """Whether the service cannot answer now: it says so itself, or it is broken."""
-        return self.status in AWAY or (self.status >= 500 and self.status != NO_SUCH_METHOD)
+        """Whether the service cannot answer now: because it says so, or because it is broken."""
+        return self.status in AWAY or (self.status >= 500 and self.status != NOT_IMPLEMENTED)
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the service asks to wait for; 0: it does not say, or gives a date."""
+        """Seconds that the service asks to wait; 0: it does not say, or gives a date."""
         value = self.headers.get("Retry-After", "").strip()
         return float(value) if value.isdecimal() else 0.0
 
     @property
     def excerpt(self) -> str:
+        """Status and beginning of the body, for messages."""
         return f"status {self.status}: {excerpt(self.body)}"
 
     def parse(self, kind: type[M]) -> M:
-        """Parse the body, or raise ValidationError; invalid UTF-8 and lone surrogates become U+FFFD."""
+        """Parse the body as JSON; invalid UTF-8 and lone surrogates become U+FFFD.
+
+        Raises:
+            pydantic.ValidationError: The body does not fit the model.
+        """
         try:
             return kind.model_validate_json(self.body)
         except ValidationError:
@@ -82,25 +96,40 @@ class HttpReply:
 
 
 def excerpt(body: bytes) -> str:
+    """Return the beginning of a body as one line, for messages."""
     return repr(" ".join(body.decode(errors="replace").split())[:120])
 
 
 def open_session(timeout: float, token_variable: str = "") -> aiohttp.ClientSession:
-    """Open a session without limits or proxies; the variable `token_variable` holds its bearer token."""
+    """Open a session without a limit on connections and without proxies.
+
+    Args:
+        timeout: Seconds from the connection to the last byte of a reply.
+        token_variable: Environment variable of the bearer token; none is sent if it is empty.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
     token = os.environ.get(token_variable, "").strip()
     headers = {"Authorization": f"Bearer {token}"} if token else None
-    whole = aiohttp.ClientTimeout(total=timeout)  # from the connection to the last byte of the reply
-    return aiohttp.ClientSession(connector=connector, timeout=whole, headers=headers)
+    total_timeout = aiohttp.ClientTimeout(total=timeout)
+    return aiohttp.ClientSession(connector=connector, timeout=total_timeout, headers=headers)
 
 
 async def request(
     http: aiohttp.ClientSession, method: str, url: str, longest: int = LONGEST_REPLY, **arguments: Any
 ) -> HttpReply:
-    """Return the reply to a request; a redirection is a reply like any other.
+    """Return the reply to a request. Redirections are not followed: they are replies like any other.
 
-    Raises BadReply if it has more than `longest` bytes (decompressed), Unreachable if it is not whole, and
-    UserError if this is no URL.
+    Args:
+        http: See `open_session`.
+        method: HTTP method.
+        url: Address.
+        longest: Longest body in bytes, decompressed.
+        **arguments: Passed to the `request` of the session.
+
+    Raises:
+        BadReply: The body is longer than `longest`.
+        Unreachable: No complete reply came in time.
+        UserError: The address is not a URL.
     """
     try:
         async with http.request(method, url, allow_redirects=False, **arguments) as response:
@@ -114,27 +143,38 @@ async def request(
         raise Unreachable(failure(error)) from error
 
 
-async def read_all(parts: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -> bytes:
-    """Join the parts of a reply; raise BadReply when they are longer than `longest` bytes."""
+async def read_all(chunks: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -> bytes:
+    """Join the chunks of a reply; raise BadReply as soon as they are longer than `longest` bytes."""
     body = bytearray()
-    async for part in parts:
-        body += part
+    async for chunk in chunks:
+        body += chunk
         if len(body) > longest:
             raise BadReply(f"the reply is longer than {longest / 2**20:g} MiB")
     return bytes(body)
 
 
 async def watched(reply: Coroutine[Any, Any, T], check: Callable[[], Awaitable[object]], pause: float) -> T:
-    """Return a reply; meanwhile call `check` every `pause` seconds, and raise its Unreachable."""
+    """Wait for a reply, and check meanwhile that the service still lives.
+
+    Args:
+        reply: The request.
+        check: Called every `pause` seconds until the reply is complete. Its Unreachable cancels the request.
+        pause: Seconds.
+
+    Raises:
+        Unreachable: From `check`, unless the reply was complete by then. Errors of `reply` pass.
+    """
     task = asyncio.create_task(reply)
     try:
-        while not (await asyncio.wait({task}, timeout=pause))[0]:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=pause)
+            if done:
+                return task.result()
             try:
                 await check()
             except Unreachable:
                 if not task.done():
                     raise
-        return task.result()
     finally:
         task.cancel()
 
@@ -144,33 +184,49 @@ async def retry(
     patience: float,
     on_away: Callable[[Unreachable], object] = lambda error: None,
 ) -> T:
-    """Return what `attempt` returns; repeat it while the service is away, or answers against its contract.
+    """Repeat an attempt while the service is unavailable or its reply is invalid; return the result.
 
-    The pauses double, or are as long as the service asks for. Raises Unreachable after `patience` seconds
-    without a reply, and the last of BAD_REPLIES errors BadReply. Other errors pass. `on_away` is called when
-    the service is first away, and so again after an invalid reply.
+    The pauses double, or are as long as the service asks for.
+
+    Args:
+        attempt: Raises Unreachable or BadReply if it should be repeated. Other errors pass.
+        patience: Seconds without a reply after which the last error is raised. An invalid reply counts as a
+            reply: after it the time starts again. At most ONCE: there is a single attempt.
+        on_away: Called at the first Unreachable, and at the first one after an invalid reply.
+
+    Raises:
+        Unreachable: There was no reply for `patience` seconds.
+        BadReply: BAD_REPLIES replies were invalid.
     """
-    pause, deadline, bad_replies = FIRST_PAUSE, 0.0, 0
+    pause = FIRST_PAUSE
+    deadline: float | None = None  # set while the service is unavailable
+    num_bad_replies = 0
     while True:
         try:
             return await attempt()
         except Unreachable as error:
-            if not deadline and patience > ONCE:
-                on_away(error)
-            deadline = deadline or time.monotonic() + patience
+            if deadline is None:
+                if patience > ONCE:
+                    on_away(error)
+                deadline = time.monotonic() + patience
             remaining = deadline - time.monotonic()
             if remaining <= 0 or patience <= ONCE:
                 raise
-            seconds = min(max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after), remaining)
+            # The random part spreads the requests that were waiting for the same service.
+            longer_pause = max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after)
+            seconds = min(longer_pause, remaining)
         except BadReply:
-            bad_replies, deadline, seconds = bad_replies + 1, 0.0, pause
-            if bad_replies == BAD_REPLIES:
+            num_bad_replies += 1
+            if num_bad_replies == BAD_REPLIES:
                 raise
+            deadline = None
+            seconds = pause
         await asyncio.sleep(seconds)
         pause = min(2 * pause, LAST_PAUSE)
 
 
 def no_answer(patience: float) -> str:
+    """Return the words "no answer for 5 s" for a message about a service without a reply."""
     return f"no answer for {patience:g} s" if patience > ONCE else "no answer"
 
 
@@ -185,24 +241,38 @@ def wait_for_any(
     say: Warn,
     token_variable: str = "",
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """Return the answers of the services that answer, at least one, and why the others do not, by URL.
+    """Ask several services together until at least one answers.
 
-    Asks all of them together, for `patience` seconds, `timeout` for one attempt. `ask` raises Unreachable
-    where a service is to be waited for; other errors pass at once. `say` gets a line about the wait. Raises
-    EnvironmentFailure, with `advice` on how to start the `service`, if none has answered.
+    Args:
+        service: What they are, for messages.
+        urls: Their addresses.
+        ask: Asks one of them. It raises Unreachable if the service should be waited for; other errors pass at
+            once.
+        timeout: Seconds of one attempt.
+        patience: Seconds until the wait is given up.
+        advice: How to start a service, for messages.
+        say: Takes a line about the wait.
+        token_variable: Environment variable of the bearer token.
+
+    Returns:
+        The answers of the services that answer, and why the others do not, both by URL.
+
+    Raises:
+        EnvironmentFailure: No service has answered.
     """
     names = ", ".join(urls)
+    distinct_urls = list(dict.fromkeys(urls))
 
     def on_away(error: Unreachable) -> None:
         say(f"waiting up to {patience:g} s for {service} {names} ({error}); otherwise {advice}")
 
     async def ask_all() -> tuple[dict[str, T], dict[str, str]]:
         async with open_session(timeout, token_variable) as http:
-            distinct = list(dict.fromkeys(urls))
-            outcomes = await asyncio.gather(*(ask(http, url) for url in distinct), return_exceptions=True)
+            requests = [ask(http, url) for url in distinct_urls]
+            outcomes = await asyncio.gather(*requests, return_exceptions=True)
         answers: dict[str, T] = {}
         missing: dict[str, Unreachable] = {}
-        for url, outcome in zip(distinct, outcomes, strict=True):
+        for url, outcome in zip(distinct_urls, outcomes, strict=True):
             if isinstance(outcome, Unreachable):
                 missing[url] = outcome
             elif isinstance(outcome, BaseException):
@@ -210,7 +280,7 @@ def wait_for_any(
             else:
                 answers[url] = outcome
         if not answers:
-            raise next(iter(missing.values()))
+            raise missing[distinct_urls[0]]
         return answers, {url: str(error) for url, error in missing.items()}
 
     try:
@@ -220,7 +290,10 @@ def wait_for_any(
 
 
 def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine, in a thread of its own where an event loop runs already, as in a notebook."""
+    """Run a coroutine and return its result, also where an event loop is running, as in a notebook.
+
+    There it gets a thread and an event loop of its own.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -230,7 +303,11 @@ def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class PerLoop(Generic[T]):
-    """A value of the running event loop, such as connections: each loop `make`s a new one."""
+    """A value that belongs to an event loop, such as connections: made anew for each loop.
+
+    Args:
+        make: Makes the value.
+    """
 
     def __init__(self, make: Callable[[], T]):
         self._make = make
@@ -238,15 +315,19 @@ class PerLoop(Generic[T]):
         self._value: T | None = None
 
     def get(self) -> T:
-        """Return the value of the running loop, made at the first call there."""
+        """Return the value of the running loop, and make it at the first call there."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop or self._value is None:
-            self._loop, self._value = loop, self._make()
+            value = self._make()
+            self._loop = loop
+            self._value = value
+            return value
         return self._value
 
     def take(self) -> T | None:
-        """Return the value of the running loop, to be closed, and forget it; None: it has none."""
+        """Return the value of the running loop, if any, for the caller to close, and forget it."""
         if self._loop is not asyncio.get_running_loop():
             return None
-        value, self._value = self._value, None
+        value = self._value
+        self._value = None
         return value

@@ -30,7 +30,7 @@ class CheckpointStore:
     """Checkpoints by step under one folder (Orbax; a checkpoint appears only when it is complete).
 
     The newest `keep` stay. An `asynchronous` one is written while the caller goes on, until `wait`. Several
-    processes share a `barrier` (`distributed.exchange.SaveBarrier`). Raises ValueError as `check_literal`.
+    processes share a `barrier` (see `distributed.save_barrier`). Raises ValueError as `check_literal`.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool = False, barrier: Any = None):

@@ -26,7 +26,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
-from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.distributed.process_group import Hosts
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.rollout_store.writer import RolloutWriter

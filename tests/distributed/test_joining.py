@@ -1,12 +1,10 @@
-"""How processes learn of each other, wait for each other, join and end: alone, in threads, in processes."""
+"""How processes learn of each other, join and end: alone, and in processes."""
 
 import json
 import socket
-import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +13,16 @@ import jax
 import pytest
 
 from calibadv_jax.config import Config, DistributedConfig, SamplerConfig
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.distributed import joining
-from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.distributed.joining import (
     KEYS,
-    _check,
+    _check_processes,
     alone,
     describe_processes,
     init_distributed,
     own_workers,
 )
+from calibadv_jax.distributed.process_group import Hosts
 
 ADDRESS = {"coordinator_address": "a:1"}
 PAIR = ADDRESS | {"num_processes": 2, "process_id": 1}
@@ -113,123 +110,10 @@ class OnMachines(Hosts):
 def test_services_must_fit_several_processes(machines, section, keys, message):
     config = replace(Config(), **{section: replace(getattr(Config(), section), **keys)})
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        _check(config, OnMachines(*machines))
+        _check_processes(config, OnMachines(*machines))
     if section == "sampler" and message:
         with pytest.raises(UserError, match=message):
             describe_processes(replace(config, distributed=DistributedConfig(**PAIR)))
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    monkeypatch.setattr(joining, "PERIOD", 0.1)
-    monkeypatch.setattr(joining, "PATIENCE", 4)
-
-
-def outcomes(*processes, timeout=10.0):
-    """The warnings and the error of `meet` in processes of (index, count) that start together."""
-    address = f"127.0.0.1:{hosts_rig.free_port()}"
-
-    def start(process):
-        (index, count), lines, failure = process, [], None
-        try:
-            joining.meet(address, count, index, timeout, lines.append)
-        except UserError as error:
-            failure = error
-        return lines, failure
-
-    with ThreadPoolExecutor(len(processes)) as threads:
-        return list(threads.map(start, processes))
-
-
-def test_processes_wait_and_name_missing_ones():
-    assert outcomes((0, 3), (1, 3), (2, 3)) == [([], None)] * 3
-    (lines, error), (_, other) = outcomes((0, 4), (2, 4), timeout=0.3)
-    assert len(lines) == 1 and lines[0].startswith("waiting for processes 1, 3 since")
-    assert str(error).startswith("processes 1, 3 did not start within") and exit_status(error) == 75
-    assert isinstance(other, EnvironmentFailure) and str(other).startswith(("another process", "process 0 ("))
-    [(lines, error)] = outcomes((1, 2), timeout=0.1)
-    assert lines[0].startswith("waiting for process 0 (127.0.0.1:") and exit_status(error) == 75
-
-
-@pytest.mark.parametrize(
-    ("processes", "message"),
-    [
-        ([(0, 3), (1, 3), (1, 3)], "two processes are number 1"),
-        ([(0, 3), (1, 2)], "num_processes is 2 in process 1 and 3 in process 0"),
-    ],
-)
-def test_processes_that_disagree_are_refused(processes, message):
-    (_, error), *others = outcomes(*processes)
-    assert message in str(error) and exit_status(error) == 2
-    assert [exit_status(other) for _, other in others] == [75] * len(others)
-
-
-FOREIGN = [b"GET / HTTP/1.1\n", b"calibadv\n", b"calibadv 1 3 3\n", b"calibadv one 3\n", b"other 1 3\n", b""]
-
-
-@pytest.mark.parametrize(
-    ("texts", "error", "words"),
-    [
-        ([b"calibadv 1 3\n"], EnvironmentFailure, "process 1 ended before all had started"),
-        ([b"calibadv 0 3\n"], UserError, "two processes are number 0"),  # as on another machine
-        (FOREIGN, None, ""),  # left alone
-    ],
-)
-def test_process_0_judges_connections_that_end(texts, error, words):
-    port = hosts_rig.free_port()
-
-    def meet(index):
-        return joining.meet(f"127.0.0.1:{port}", 3, index, 10.0, print)
-
-    def connect(text):
-        while True:
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as place:
-                return place.sendall(text)
-
-    with ThreadPoolExecutor(3) as threads:
-        first = threads.submit(meet, 0)
-        for text in texts:
-            connect(text)
-        if error:
-            with pytest.raises(error, match=words):
-                first.result()
-        else:
-            others = [threads.submit(meet, index) for index in (1, 2)]
-            assert [process.result() for process in (first, *others)] == [None] * 3
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"go", b"", None], ids=str)
-def test_other_answer_than_go_is_the_end_of_process_0(answer):
-    """None: its connection ends as that of a killed process."""
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        other = threads.submit(joining.meet, address, 3, 2, 10.0, print)
-        with server.accept()[0] as connection:
-            assert connection.recv(99) == b"calibadv 2 3\n"
-            if answer is None:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            else:
-                connection.sendall(answer)
-        with pytest.raises(EnvironmentFailure, match="ended before all had started"):
-            other.result()
-
-
-def test_process_0_that_ends_before_the_greeting_is_named(monkeypatch):
-    place, other = socket.socketpair()
-    other.close()
-    monkeypatch.setattr(joining.socket, "create_connection", lambda *_, **__: place)
-    with pytest.raises(EnvironmentFailure, match="ended before all had started"):
-        joining.meet("127.0.0.1:1", 3, 2, 10.0, print)
-
-
-def test_port_in_use_is_an_environment_failure():
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(EnvironmentFailure, match=f"port {port} cannot be opened"):
-            joining.meet(f"127.0.0.1:{port}", 2, 0, 1.0, print)
-    for address in ("host", "host:99999"):
-        with pytest.raises(UserError, match="names no port"):
-            joining.meet(address, 2, 0, 1.0, print)
 
 
 # The imports take longest: every process is a fork of one program, before it has a device.
@@ -241,9 +125,9 @@ from jax.experimental import multihost_utils
 from calibadv_jax.cli import end
 from calibadv_jax.config import Config, DistributedConfig, RunConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.distributed import exchange, joining
+from calibadv_jax.distributed import joining, watchdog
 
-exchange.PERIOD, exchange.LAST_WORDS, joining.MARGIN = 0.1, 0.5, 2.0
+watchdog.HEARTBEAT_SECONDS, watchdog.READ_NOTES_SECONDS, joining.LOST_PROCESS_SECONDS = 0.1, 0.5, 2.0
 SLURM = {"STEP_NODELIST": "127.0.0.1", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "JOB_ID": "1"}
 
 def refuse():

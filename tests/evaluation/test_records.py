@@ -194,7 +194,7 @@ def test_evaluation_without_answers_is_a_warning(monkeypatch):
     monkeypatch.setattr(Console, "warn", lambda _, text: lines.append(text))
     evaluate.run(Config())
     (line,) = lines
-    assert line.startswith("temperature 1: nobody answered") and "calibadv sft" in line
+    assert line.startswith("temperature 1: no trajectory has an answer") and "calibadv sft" in line
 
 
 FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])

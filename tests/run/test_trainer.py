@@ -32,7 +32,7 @@ from calibadv_jax.commands import train
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.distributed.process_group import Hosts
 from calibadv_jax.learner.step import Learned
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rewards.score import score_groups

@@ -18,7 +18,7 @@ from calibadv_jax.advantages.gae import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig, RewardConfig
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.distributed.exchange import Hosts
+from calibadv_jax.distributed.process_group import Hosts
 from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find

@@ -13,7 +13,7 @@ from tiny_policy import tiny
 from trainer_rig import HF_CONFIG, MODEL, make_config
 
 from calibadv_jax.config import LoraConfig
-from calibadv_jax.distributed.exchange import ALONE, Hosts
+from calibadv_jax.distributed.process_group import ALONE, Hosts
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.run import wiring

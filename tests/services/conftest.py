@@ -2,10 +2,10 @@
 
 import pytest
 
-from calibadv_jax.services import http_client, retriever_client
+from calibadv_jax.services import http_client, replicas
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.05)
+    monkeypatch.setattr(replicas, "CHECK_PAUSE", 0.05)

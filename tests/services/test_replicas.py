@@ -10,9 +10,12 @@ pytest.importorskip("aiohttp")
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.services import replicas as replicas_module
 from calibadv_jax.services import retriever_client
 from calibadv_jax.services.http_client import HttpReply, Unreachable
-from calibadv_jax.services.retriever_client import Away, Replicas, RetrieverClient
+from calibadv_jax.services.replicas import Replicas
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_replies import Unavailable
 
 GONE = 0  # status of a service that is not there
 
@@ -64,8 +67,10 @@ def make(monkeypatch):
         services[f"http://{name}"] = service = Service(name, **manifest)
         return service
 
-    for name, value in {"request": request, "ask_health": ask_health, "MAX_BATCH": 4}.items():
-        monkeypatch.setattr(retriever_client, name, value)
+    monkeypatch.setattr(replicas_module, "request", request)
+    monkeypatch.setattr(replicas_module, "ask_health", ask_health)
+    monkeypatch.setattr(retriever_client, "ask_health", ask_health)
+    monkeypatch.setattr(retriever_client, "MAX_BATCH", 4)
     return start
 
 
@@ -181,8 +186,8 @@ def test_pause_between_checks_grows_to_its_limit(services, monkeypatch, retry_af
         await replica.recovery
         return replica in replicas._free._queue
 
-    monkeypatch.setattr(retriever_client, "CHECK_PAUSE", 0.5)
-    monkeypatch.setattr(retriever_client.asyncio, "sleep", pause)
+    monkeypatch.setattr(replicas_module, "CHECK_PAUSE", 0.5)
+    monkeypatch.setattr(replicas_module.asyncio, "sleep", pause)
     assert asyncio.run(run()) and noted == pauses
 
 
@@ -193,15 +198,15 @@ def test_outage_is_warned_of_unless_announced():
     async def run():
         replicas = Replicas(None, ["http://a", "http://b", "http://c"], None, warnings.append)
         single = Replicas(None, ["http://d"], None, warnings.append)
-        first, second, last = replicas._all
-        assert replicas._leave_out(first, Away("status 503"))
+        first, second, last = replicas._replicas
+        assert replicas._leave_out(first, Unavailable("status 503"))
         assert replicas._leave_out(second, Unreachable("gone"))
-        for replica, owner in ((last, replicas), (single._all[0], single)):
+        for replica, owner in ((last, replicas), (single._replicas[0], single)):
             assert not owner._leave_out(replica, Unreachable("gone")) and replica.recovery is None
         await replicas.close()
         last.pause = 8.0
         await replicas._check_index(last, HttpReply(200, b""))
-        assert last.pause == retriever_client.CHECK_PAUSE
+        assert last.pause == replicas_module.CHECK_PAUSE
 
     asyncio.run(run())
     assert warnings == ["retriever http://b is left out until it answers: gone"]

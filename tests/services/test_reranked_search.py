@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.services.retriever_client import RetrieverProcess, open_retriever
+from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")

@@ -14,7 +14,8 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services import retriever_client
-from calibadv_jax.services.retriever_client import RetrieverClient, check_running, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import check_running, open_retriever
 
 pytest.importorskip("aiohttp")
 RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}

@@ -7,14 +7,9 @@ from http_rig import replying
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
-from calibadv_jax.services.retriever_client import (
-    Away,
-    Broken,
-    RetrieverClient,
-    difference,
-    read_documents,
-    read_page,
-)
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_health import difference
+from calibadv_jax.services.retriever_replies import ServerError, Unavailable, read_documents, read_page
 
 
 def read(*items, is_reranked):
@@ -53,14 +48,14 @@ def test_foreign_passages_are_identified_by_text():
         read(*items, is_reranked=False)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(503, Away), (429, Away), (500, Broken)])
+@pytest.mark.parametrize(("status", "kind"), [(503, Unavailable), (429, Unavailable), (500, ServerError)])
 def test_outage_says_how_long_to_wait(status, kind):
     reply = HttpReply(status, b"", {"Retry-After": "7"})
     for read_reply in (
         lambda: read_documents("http://a", reply, 1, False),
         lambda: read_page("http://a", reply, ""),
     ):
-        with pytest.raises(Away) as outage:
+        with pytest.raises(Unavailable) as outage:
             read_reply()
         assert type(outage.value) is kind and outage.value.retry_after == 7
 

@@ -20,7 +20,7 @@ from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.services.retriever_client import open_retriever
+from calibadv_jax.services.retriever_process import open_retriever
 
 # Measure -> its header. The query is the question; any query: it, a title of a supporting passage, or both.
 MEASURES = {

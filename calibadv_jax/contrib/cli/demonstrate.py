@@ -42,7 +42,7 @@ from calibadv_jax.rollout.observation import Observations, encode, neutralise_do
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import build_model
-from calibadv_jax.services.retriever_client import open_retriever
+from calibadv_jax.services.retriever_process import open_retriever
 
 # Why a question gives no demonstration -> what to do. "longer than KEY" is not listed: raise that key.
 CAUSES = {

@@ -34,7 +34,8 @@ from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
 from calibadv_jax.services.http_client import ONCE
-from calibadv_jax.services.retriever_client import RetrieverClient, open_retriever
+from calibadv_jax.services.retriever_client import RetrieverClient
+from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"  # a wrong answer to any question, for the judge

@@ -1,0 +1,53 @@
+"""Serialise the values that the processes of a run send each other.
+
+The format is pickle. Everyone who reaches JAX's coordination service can write there, so the bytes must not
+be able to name a function that is called while they are read: `from_bytes` knows a fixed list of types.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from calibadv_jax.core import trajectory
+
+# Types of `core.trajectory` that a value may hold.
+_TRAJECTORY_TYPES = {
+    "Document",
+    "Group",
+    "Message",
+    "Question",
+    "Trajectory",
+    "Turn",
+}
+# (module, name) of what the pickles of NumPy arrays and NumPy scalars refer to.
+_NUMPY_TYPES = {
+    ("numpy", "dtype"),
+    ("numpy", "ndarray"),
+    ("numpy._core.numeric", "_frombuffer"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "scalar"),
+}
+
+
+def to_bytes(value: Any) -> bytes:
+    """Serialise plain values, NumPy arrays and groups of trajectories."""
+    return pickle.dumps(value, protocol=5)
+
+
+def from_bytes(data: bytes) -> Any:
+    """Deserialise the result of `to_bytes`.
+
+    Raises:
+        pickle.UnpicklingError: The data refer to any other type or function.
+    """
+    return _RestrictedUnpickler(io.BytesIO(data)).load()
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_trajectory_type = module == trajectory.__name__ and name in _TRAJECTORY_TYPES
+        if is_trajectory_type or (module, name) in _NUMPY_TYPES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}: the processes of a run do not exchange such values")

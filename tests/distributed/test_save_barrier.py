@@ -1,0 +1,51 @@
+"""The barrier of the threads that save checkpoints, between threads of one process."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from process_rig import KeyValueStore
+
+from calibadv_jax.distributed.save_barrier import SaveBarrier
+
+
+def in_threads(work):
+    notes = KeyValueStore()
+
+    def outcome(index):
+        barrier = SaveBarrier(notes, index, 2, lambda index: f"process {index}")
+        try:
+            return work(barrier, index)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(outcome, range(2)))
+
+
+def test_error_of_one_save_ends_all_until_reset():
+    """Process 1 comes to the last barrier with its error, as Orbax does; the other waits at the first one."""
+
+    def work(barrier, index):
+        with pytest.raises(OSError) as caught:
+            if index:
+                try:
+                    raise OSError(28, "No space left on device")
+                finally:
+                    barrier(key="last", timeout_ms=1000)
+            barrier(key="first", timeout_ms=1000)
+        with pytest.raises(OSError):
+            barrier(key="last", timeout_ms=1000)
+        assert barrier.is_broken
+        barrier.reset()
+        assert not barrier.is_broken
+        barrier(key="first", timeout_ms=1000)
+        return caught.value
+
+    first, second = in_threads(work)
+    assert str(first) == "process 1: No space left on device" and second.errno == 28
+
+
+def test_processes_at_different_barriers_have_failed():
+    """One has left its save without an error that its thread knows."""
+    outcomes = in_threads(lambda barrier, index: barrier(key="ab"[index], timeout_ms=1000))
+    assert list(map(str, outcomes)) == ["another process could not save its part"] * 2
