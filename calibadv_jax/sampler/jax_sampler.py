@@ -22,7 +22,7 @@ from calibadv_jax.core.interfaces import Completion, Sampler, SamplingParams
 from calibadv_jax.core.stopping import await_in_daemon_thread
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.sampler.engine import CacheEngine
+from calibadv_jax.sampler.engine import CacheEngine, DecodeRows
 from calibadv_jax.sampler.stopping import StopRule
 
 QUIET = 0.002  # seconds without a new request after which an idle sampler begins
@@ -174,21 +174,28 @@ class JaxSampler(Sampler):
         }
 
     def _chunk(self, requests: dict[int, _Request]) -> None:
-        rows = self._engine.empty_rows()
-        last, positions, remaining, seeds, temperatures, top_p, top_k = rows
+        """Decode a chunk in the slots of these requests, and add its tokens to them."""
+        rows = DecodeRows.idle(self._engine.slots)
         for slot, request in requests.items():
             sampling = request.sampling
-            last[slot], positions[slot] = (request.tokens or request.context)[-1], request.length - 1
+            sampled_so_far = request.tokens or request.context
+            rows.last[slot] = sampled_so_far[-1]
+            rows.positions[slot] = request.length - 1
             room = self.max_length - request.length
-            remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
-            temperatures[slot], top_p[slot] = sampling.temperature, sampling.top_p
-            top_k[slot], seeds[slot] = sampling.top_k, sampling.seed & 0xFFFFFFFF
-        filtered = any(r.sampling.top_p < 1 or r.sampling.top_k > 0 for r in requests.values())
+            rows.remaining[slot] = min(sampling.max_tokens - len(request.tokens), room)
+            rows.seeds[slot] = sampling.seed & 0xFFFFFFFF
+            rows.temperatures[slot] = sampling.temperature
+            rows.top_p[slot] = sampling.top_p
+            rows.top_k[slot] = sampling.top_k
+        filtered = any(
+            request.sampling.top_p < 1 or request.sampling.top_k > 0 for request in requests.values()
+        )
         _, pauses = self._pauses(requests)
         tokens, logprobs, counts = self._engine.decode(rows, pauses, filtered)
         for slot, request in requests.items():
             count = int(counts[slot])
-            self._engine.held[slot].append(int(last[slot]))
+            # The cache holds the keys and values of a token only once its successor has been computed.
+            self._engine.held[slot].append(int(rows.last[slot]))
             self._engine.held[slot].extend(tokens[slot, : count - 1].tolist())
             request.tokens.extend(tokens[slot, :count].tolist())
             request.logprobs.extend(logprobs[slot, :count].tolist())

@@ -24,7 +24,7 @@ from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
-from calibadv_jax.sampler.prefixes import TileShape
+from calibadv_jax.sampler.tiles import TileShape
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, 1
