@@ -36,7 +36,8 @@ from calibadv_jax.policy.sharding import placed_params, replicated
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
 from calibadv_jax.snapshots.checkpoint import tensor_shapes
-from calibadv_jax.snapshots.huggingface import read_base_tensors, weights_hash
+from calibadv_jax.snapshots.huggingface import read_base_tensors
+from calibadv_jax.snapshots.weight_files import weights_hash
 
 MANIFEST, TREE = "manifest.json", "params"
 FORMAT = 2
