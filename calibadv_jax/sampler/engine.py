@@ -19,7 +19,7 @@ context is several segments of its slot, in tiles one after the other. All tiles
 prefill is one program; places of a tile without tokens are computed and not written.
 Window: the columns that a call reads, the narrowest of a few widths that holds the longest row. Platforms in
 BRANCHING choose it within one program, others have a program for each.
-Decoding works on all slots at once, a column of each at a time, until all have paused or made a whole chunk.
+Decoding works on all slots at once, a column of each at a time, until all have paused or made a full chunk.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ class CacheEngine:
     Attributes:
         slots: number of slots.
         decode_chunk: largest number of tokens that one call of `decode` makes in a slot.
-        held: token ids that the cache holds of each slot, by `fill`; the caller of `decode` adds its tokens,
-            and clears a slot that another session takes.
-        in_turn: all slots; successive ones are of different devices, so that few rows keep all busy.
+        held: by slot, the token ids whose keys and values the cache holds. `fill` updates it; the caller of
+            `decode` adds the decoded tokens, and clears a slot that it gives to another session.
+        in_turn: all slots, ordered so that successive ones are on different devices: the first few keep all
+            devices busy.
     """
 
     def __init__(self, policy: Policy, mesh: Mesh, config: SamplerConfig, max_length: int):
@@ -186,7 +187,7 @@ class CacheEngine:
         return jax.lax.with_sharding_constraint(copies, param_shardings(params, self.mesh))
 
     def forget(self) -> None:
-        """Treat every slot as empty, so that the next `fill` computes whole contexts."""
+        """Treat every slot as empty, so that the next `fill` computes all tokens of its contexts."""
         for row in self.held:
             row.clear()
 
@@ -308,8 +309,8 @@ class CacheEngine:
     def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
         """Copy the first `width` columns of slots to others of their group, one after the other.
 
-        Columns that are copied beyond the shared prefix are written anew before they are read. `slots` are
-        int32 [groups, 2, rows], sources and targets; `counts` int32 [groups], number of them.
+        The columns beyond the shared prefix are copied too; they are overwritten before they are read.
+        `slots` are int32 [groups, 2, rows], sources and targets; `counts` int32 [groups], number of copies.
         """
 
         def copy_in_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
@@ -340,7 +341,7 @@ class CacheEngine:
 
     def _append(self, decoder: Decoder, columns: jax.Array, widths: Widths) -> Callable[..., Any]:
         """Return `Decoder.decode` for every group [groups, ...], in the narrowest window of `columns`."""
-        number: Any = 0  # of the window, among `widths`
+        number: Any = 0  # index of the window among `widths`
         if len(widths) > 1:
             number = jnp.sum(columns > jnp.asarray(widths[:-1], jnp.int32))
         decode = partial(decoder.decode, window=(widths, number))

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ class _Request:
     sampling: SamplingParams
     future: asyncio.Future[Completion]
     tokens: list[int] = field(default_factory=list)  # sampled so far
-    logprobs: list[float] = field(default_factory=list)  # of each sampled token
+    logprobs: list[float] = field(default_factory=list)  # log-probability of each sampled token
 
     @property
     def length(self) -> int:
@@ -49,6 +50,13 @@ class _Request:
     def newest_token(self) -> int:
         """The last token of the completion, or of the context if none has been sampled."""
         return self.tokens[-1] if self.tokens else self.context[-1]
+
+
+class _PauseTable(NamedTuple):
+    """Whether a row pauses after each token, because a completion may end there: bool [V]."""
+
+    on_host: np.ndarray
+    on_device: jax.Array
 
 
 class JaxSampler(Sampler):
@@ -72,14 +80,13 @@ class JaxSampler(Sampler):
         self.config = config
         self.mesh = mesh
         self.max_length = max_length
-        self._version = -1  # of the loaded weights; -1: none are loaded
+        self._version = -1  # version of the loaded weights; -1: none are loaded
         self._engine = CacheEngine(policy, mesh, config, max_length)
         self._slot_of: dict[str, int] = {}  # slot of each session
         self._waiting: deque[_Request] = deque()  # requests that have not been given a slot
         self._active: dict[int, _Request] = {}  # requests in progress, by slot
         self._pump_task: asyncio.Task[None] | None = None
-        # The tokens at which rows pause, on host and device, by stop strings.
-        self._pause_tables: dict[tuple[str, ...], tuple[np.ndarray, jax.Array]] = {}
+        self._pause_tables: dict[tuple[str, ...], _PauseTable] = {}  # the table for each set of stop strings
 
     async def load(self, version: int, published: Params) -> None:
         """Sample with these parameters from now on.
@@ -192,7 +199,7 @@ class JaxSampler(Sampler):
                 request.future.set_result(completion)
 
     def _fail(self, error: Exception) -> None:
-        """Raise an error in all waiting callers, and begin anew with an empty cache."""
+        """Raise an error in all waiting callers, and drop the cache."""
         for request in [*self._active.values(), *self._waiting]:
             if not request.future.done():
                 request.future.set_exception(error)
@@ -224,10 +231,11 @@ class JaxSampler(Sampler):
         contexts = {slot: request.context for slot, request in requests.items() if not request.tokens}
         self._engine.fill(contexts)
         self._chunk(requests)
-        pauses, _ = self._pauses(requests)
+        table = self._pause_table(requests)
         paused = {}
         for slot, request in requests.items():
-            if pauses[request.tokens[-1]] or self._is_full(request):
+            newest_token = request.tokens[-1]
+            if table.on_host[newest_token] or self._is_full(request):
                 paused[slot] = request
         return paused
 
@@ -246,8 +254,8 @@ class JaxSampler(Sampler):
             rows.top_k[slot] = sampling.top_k
         all_sampling = [request.sampling for request in requests.values()]
         filtered = any(sampling.top_p < 1 or sampling.top_k > 0 for sampling in all_sampling)
-        _, pauses = self._pauses(requests)
-        tokens, logprobs, counts = self._engine.decode(rows, pauses, filtered)
+        table = self._pause_table(requests)
+        tokens, logprobs, counts = self._engine.decode(rows, table.on_device, filtered)
         for slot, request in requests.items():
             count = int(counts[slot])
             # The cache lacks the newest token: decoding reads it when it samples the next one.
@@ -260,14 +268,18 @@ class JaxSampler(Sampler):
         """Return whether a request has no room for another token."""
         return request.length >= self.max_length or len(request.tokens) >= request.sampling.max_tokens
 
-    def _pauses(self, requests: dict[int, _Request]) -> tuple[np.ndarray, jax.Array]:
-        """Return at which tokens a row pauses, as a completion may end: bool [V], on host and device."""
-        stop = tuple(sorted({stop for request in requests.values() for stop in request.sampling.stop}))
+    def _pause_table(self, requests: dict[int, _Request]) -> _PauseTable:
+        """Return after which tokens rows pause, given the stop strings of all requests together."""
+        strings: set[str] = set()
+        for request in requests.values():
+            strings.update(request.sampling.stop)
+        stop = tuple(sorted(strings))
         if stop not in self._pause_tables:
-            table = np.zeros(self.policy.architecture.vocab_size, bool)
-            for token in range(min(len(self.stops.tokenizer), len(table))):
-                table[token] = self.stops.may_end(token, stop)
-            table[list(self.stops.end_ids)] = True
-            on_device = jax.device_put(table, replicated(self.mesh))
-            self._pause_tables[stop] = (table, on_device)
+            vocab_size = self.policy.architecture.vocab_size
+            pauses = np.zeros(vocab_size, bool)
+            for token in range(min(len(self.stops.tokenizer), vocab_size)):
+                pauses[token] = self.stops.may_end(token, stop)
+            pauses[list(self.stops.end_ids)] = True
+            on_device = jax.device_put(pauses, replicated(self.mesh))
+            self._pause_tables[stop] = _PauseTable(pauses, on_device)
         return self._pause_tables[stop]

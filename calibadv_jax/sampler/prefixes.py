@@ -2,8 +2,8 @@
 
 The trajectories of a group have one prompt, and all prompts begin with the same instructions. Only columns
 that prefill wrote are copied, and only whole segments from the first column on (or a whole prompt), so that
-every token lies at the same place of its segment as if nothing had been copied: its keys and values are the
-same bits.
+every token has the same place in its segment as if nothing had been copied: its keys and values are the same
+bits.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Prefixes:
 
         Args:
             contexts: token ids by slot. All but the last token of each are brought into the cache.
-            held: token ids that the cache holds of each slot. The planned ones are noted here.
+            held: token ids that the cache holds, by slot. It is updated to what the waves bring.
 
         Returns:
             Waves that are to be done one after the other. Where copies save no tile of prefill, this is one
@@ -91,7 +91,7 @@ class Prefixes:
             start = common_prefix(held[slot], tokens)
             held[slot][start:] = tokens[start:]
             without_copies.segments[group] += self.tile.segments(slot_in_group, start, tokens[start:])
-            number = 0  # of the wave in which prefill of this slot is done
+            number = 0  # number of the wave that prefills this slot
             if start:
                 # The slot goes on with the session that it holds.
                 kept = [prefix for prefix in self._prefixes.get(slot, ()) if prefix.columns <= start]

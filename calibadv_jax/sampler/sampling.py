@@ -106,7 +106,7 @@ def _filter_mask(logits: Array, best: Array, temperatures: Array, top_p: Array, 
     logits = jax.lax.optimization_barrier(logits)
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jnp.exp(jax.nn.log_softmax(ordered / temperatures, axis=-1))
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all better tokens, [S, V]
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # [S, V], sum over all better tokens
     limit = jnp.where(top_k > 0, top_k, vocab)[:, None]  # [S, 1]
     in_nucleus = before < top_p[:, None]
     in_top_k = jnp.arange(vocab) < limit

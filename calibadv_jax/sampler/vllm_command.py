@@ -56,7 +56,7 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
         port: the port to listen on.
 
     Returns:
-        The command line, and the environment variables that it needs besides those of this process.
+        The command line, and the environment variables to add to those of this process.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(arguments.model)]
@@ -92,11 +92,11 @@ def server_command(arguments: argparse.Namespace, port: int) -> tuple[list[str],
 
 
 def _cpu_options(arguments: argparse.Namespace) -> list[str]:
-    """Return the options that a server on CPU needs besides.
+    """Return the options that only a server on CPU needs.
 
     vLLM 0.32 on CPU crashes if the prompt of a seeded completion is prefilled in parts: torch's CPU generator
-    has no offset to restore. So prompts are prefilled in one part, and in steps that are no longer than this
-    needs: nothing else is answered during a step.
+    has no offset to restore. So prompts are prefilled in one part. Steps are no longer than this needs:
+    nothing else is answered during a step.
     """
     longest_prompt = arguments.max_model_len or DEFAULT_CPU_LENGTH
     step_tokens = max(LEAST_CPU_TOKENS, arguments.max_num_seqs, longest_prompt)

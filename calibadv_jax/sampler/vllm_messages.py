@@ -26,7 +26,7 @@ def completion_request(
         context: token ids of the context.
         done: token ids of the completion so far. If there are any, the completion was cut, and the rest of
             it gets another seed.
-        sampling: how to sample the whole completion.
+        sampling: how to sample the completion, `done` included.
         stops: where completions end.
 
     Returns:
@@ -37,7 +37,7 @@ def completion_request(
         digest = hashlib.blake2b(f"{seed}/{len(done)}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "big")
     # vLLM sees only the new tokens: it must also stop at the missing part of a stop string that was cut. It
-    # may then stop at such a part elsewhere; the caller decides over the whole completion and asks again.
+    # may then stop where such a part means nothing; `StopRule.find` tells this, and the caller asks again.
     stop_strings = [*sampling.stop, *stops.remainders(done, sampling.stop)]
     parameters = {
         "max_tokens": sampling.max_tokens - len(done),

@@ -112,7 +112,7 @@ class VllmSampler:
         self.lost_count = 0
         self._http = PerLoop(lambda: open_session(REQUEST_TIMEOUT))
         self._snapshot: _Snapshot | None = None
-        self._home: dict[str, Worker] = {}  # by session, the worker that caches its prefix
+        self._home: dict[str, Worker] = {}  # the worker that caches the prefix of each session
         self._changed = asyncio.Event()  # a worker has become usable, or refused the snapshot
         self._watching: asyncio.Task[None] | None = None
 
@@ -120,7 +120,7 @@ class VllmSampler:
         """Sample up to a stop string, end-of-text, or `sampling.max_tokens`.
 
         A completion cut by a weight swap, or whose worker was lost, continues. vLLM looks for stop strings in
-        the tokens of one request, and misses one that a cut has divided: `stops` decides over the whole
+        the tokens of one request, and misses one that a cut has divided: `stops` decides by all tokens of the
         completion.
 
         Args:
@@ -141,7 +141,7 @@ class VllmSampler:
             raise RuntimeError("no weights: call load before generating")
         tokens: list[int] = []
         logprobs: list[float] = []
-        versions: list[int] = []  # in the order in which they were used
+        versions: list[int] = []  # each version once, in the order of the tokens
         losses = 0
         empty_replies = 0  # one after another
         while True:
@@ -383,7 +383,7 @@ class VllmSampler:
             while worker.version != self._snapshot.version:
                 snapshot = self._snapshot
                 is_new = worker.version is None
-                worker.version = None  # nothing new goes there meanwhile
+                worker.version = None  # no new request goes there during the swap
                 if is_new:
                     session = {"session": self.run, "tokenizer": self.tokenizer_hash}
                     info = {"init_info": session}
@@ -421,7 +421,8 @@ class VllmSampler:
     async def _control(self, worker: Worker, route: str, refusal: str = "", **arguments: Any) -> Any:
         """`_post` on a connection of its own: vLLM's server closes the one on which it reported a failure.
 
-        A load may take long. A server that is stopped or hangs is noticed by its health meanwhile.
+        A load may take long: the health of the server is checked while the reply is awaited, so that one that
+        is stopped or hangs is noticed.
         """
         http = self._http.get()
 

@@ -151,7 +151,7 @@ class CheckpointStore:
         return step
 
     def _failure(self, step: int) -> str:
-        return f"{self.folder}: step {step} cannot be saved; the older checkpoints are whole"
+        return f"{self.folder}: step {step} cannot be saved; the older checkpoints are complete"
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint.

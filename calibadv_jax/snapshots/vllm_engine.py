@@ -58,7 +58,10 @@ class OrbaxUpdateInfo(WeightTransferUpdateInfo):
 
 
 class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateInfo]):
-    """Checks the whole snapshot before it touches the live model: if it is refused, the old weights stay."""
+    """The engine inside a vLLM worker. It checks a snapshot before it changes the model.
+
+    If the snapshot is refused, the old weights stay.
+    """
 
     init_info_cls = OrbaxInitInfo
     update_info_cls = OrbaxUpdateInfo
@@ -72,7 +75,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         """
         jax.config.update("jax_platforms", "cpu")  # the accelerator is vLLM's
         self._session = init_info
-        self._version = -1  # of the loaded snapshot; -1: none of this session
+        self._version = -1  # version of the loaded snapshot; -1: none was loaded in this session
         machine = socket.gethostname()
         ranks_here = [rank for rank, name in enumerate(_all_gather(machine)) if name == machine]
         first = ranks_here.index(get_tp_group().rank_in_group)
