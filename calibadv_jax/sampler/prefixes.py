@@ -66,7 +66,11 @@ class Prefixes:
     """The beginnings that slots of a cache can give to other slots of their group."""
 
     def __init__(self, tile: TileShape):
-        """Begin with an empty cache of `tile.groups` groups of `tile.slots` slots."""
+        """Begin with an empty cache.
+
+        Args:
+            tile: the number of groups and of their slots, and the shape of prefill.
+        """
         self.tile = tile
         # Of each slot, the prefixes that prefill wrote there, shortest first.
         self._prefixes: dict[int, list[_Prefix]] = {}

@@ -88,7 +88,7 @@ def _inverse_transform(weights: Array, uniform: Array) -> Array:
 def _first_best(logits: Array) -> Array:
     """Return the argmax of logits [S, V] by two plain reductions.
 
-    A CPU computes them several times as fast as `jnp.argmax`.
+    A CPU computes them several times as fast as an argmax.
     """
     vocab = logits.shape[-1]
     best = jnp.max(logits, axis=-1, keepdims=True)

@@ -1,6 +1,6 @@
 """Cut the new tokens of slots into tiles of one shape, so that prefill is one program.
 
-`engine.py` has a picture of slots, groups and tiles.
+`sampler/engine.py` has a picture of slots, groups and tiles.
 """
 
 from __future__ import annotations
