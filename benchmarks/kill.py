@@ -51,7 +51,7 @@ from calibadv_jax.core.errors import ENVIRONMENT_STATUS
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.rollout_store.reader import read_columns
 from calibadv_jax.rollout_store.schema import FOLDER, kept_steps
-from calibadv_jax.snapshots.mirror import MARKER
+from calibadv_jax.snapshots.mirror_marker import MARKER
 
 CONFIG = "configs/quickstart.yaml"
 SMALL_WORLD = [

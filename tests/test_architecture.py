@@ -49,7 +49,7 @@ CHOSEN = {
         *("commands.evaluate", "metrics.backends", "run.critic"),
         *("policy.kernels.blockwise", "policy.kernels.flash"),
         *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),
-        *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.vllm_worker"),
+        *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.rollout_workers"),
     )
 }
 LAUNCHERS = {  # --help needs nothing installed, and the number of threads is set before NumPy loads

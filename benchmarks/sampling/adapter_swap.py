@@ -30,11 +30,12 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.run.model import AdapterBase
+from calibadv_jax.sampler.rollout_workers import VllmWorkerProcess
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
-from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version
+from calibadv_jax.snapshots.weight_files import weights_hash
 
 LENGTH = 256  # tokens of the text
 KINDS = ("merged", "adapters")

@@ -19,7 +19,7 @@ from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_health import identity as index_identity
 from calibadv_jax.snapshots.checkpoint import newest_step
-from calibadv_jax.snapshots.huggingface import weights_hash
+from calibadv_jax.snapshots.weight_files import weights_hash
 
 if TYPE_CHECKING:
     from calibadv_jax.data.demonstrations import Demonstration

@@ -25,7 +25,8 @@ from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.sampler.stopping import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, weights_hash
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.weight_files import weights_hash
 
 BACKEND = transformers.TokenizersBackend  # The class that reads tokenizer.json without changing it.
 # Texts that a tokenizer must keep: spaces, digits, accents, Chinese and newlines. White space separates the

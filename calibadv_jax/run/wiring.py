@@ -50,7 +50,7 @@ def check_inputs(config: Config, warn: Callable[[str], object] = _ignore) -> Non
     if config.retriever.url:
         check_running(config.retriever, warn)
     if config.sampler.name == "vllm" and config.sampler.urls:
-        from calibadv_jax.sampler.vllm_worker import find_workers
+        from calibadv_jax.sampler.rollout_workers import find_workers
 
         find_workers(config.sampler, warn)
 
@@ -86,7 +86,7 @@ def open_services(
         retriever_urls = hosts.run_on_main_and_broadcast("retriever", lambda: stack.enter_context(service))
         worker_urls: list[str] = []
         if config.sampler.name == "vllm":
-            from calibadv_jax.sampler.vllm_worker import open_workers
+            from calibadv_jax.sampler.rollout_workers import open_workers
 
             own_config, first = own_workers(config.sampler, hosts.index, hosts.count)
             workers = open_workers(

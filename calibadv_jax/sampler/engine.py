@@ -19,14 +19,15 @@ context is several segments of its slot, in tiles one after the other. All tiles
 prefill is one program; places of a tile without tokens are computed and not written.
 Window: the columns that a call reads, the narrowest of a few widths that holds the longest row. Platforms in
 BRANCHING choose it within one program, others have a program for each.
-Decoding works on all slots at once, a column of each at a time, until all have paused or made a whole chunk.
+Decoding works on all slots at once, a column of each at a time, until all have paused or made a full chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,14 +48,69 @@ from calibadv_jax.policy.sharding import (
 )
 from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
-from calibadv_jax.sampler.prefixes import Copy, Prefixes, Segment, Tiles, TileShape
+from calibadv_jax.sampler.prefixes import Copy, Prefixes
 from calibadv_jax.sampler.sampling import sample_tokens
+from calibadv_jax.sampler.tiles import Segment, Tiles, TileShape
 
-MIN_WINDOW = 1024  # columns; every window is a program to compile, so that short rows have one
-BRANCHING = {"cpu"}  # platforms on which one program has all widths: a branch costs next to nothing there
-STEP, MOST_WIDTHS = 64, 8  # the widths of such a program are multiples of STEP columns, at most so many
-SlotArrays = tuple[jax.Array, ...]
-Widths = tuple[int, ...]  # of the windows of a program
+# Columns of the narrowest window. Every window is a program to compile, so all short rows share one.
+MIN_WINDOW = 1024
+# Platforms on which one program has windows of all widths: a branch costs next to nothing there.
+BRANCHING = {"cpu"}
+# The widths of such a program are multiples of STEP columns.
+STEP = 64
+# Such a program has at most this many widths.
+MOST_WIDTHS = 8
+
+Widths = tuple[int, ...]  # widths of the windows of one program, in columns, ascending
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeRows:
+    """What decoding needs to know of each of the S slots.
+
+    Attributes:
+        last: int32 [S], the token id that the cache does not hold yet.
+        positions: int32 [S], position of `last`.
+        remaining: int32 [S], number of tokens that the slot may make; 0: it makes none.
+        seeds: uint32 [S].
+        temperatures: float32 [S]; 0: greedy.
+        top_p: float32 [S]; 1: off.
+        top_k: int32 [S]; 0: off.
+    """
+
+    last: Any
+    positions: Any
+    remaining: Any
+    seeds: Any
+    temperatures: Any
+    top_p: Any
+    top_k: Any
+
+    @classmethod
+    def idle(cls, slots: int) -> DecodeRows:
+        """Return NumPy arrays for this number of slots, none of which makes tokens."""
+        return cls(
+            last=np.zeros(slots, np.int32),
+            positions=np.zeros(slots, np.int32),
+            remaining=np.zeros(slots, np.int32),
+            seeds=np.zeros(slots, np.uint32),
+            temperatures=np.ones(slots, np.float32),
+            top_p=np.ones(slots, np.float32),
+            top_k=np.zeros(slots, np.int32),
+        )
+
+
+class _DecodeState(NamedTuple):
+    """What the decoding loop carries from one token to the next; S slots, N tokens of a chunk."""
+
+    step: jax.Array  # int32 [], number of tokens made by the rows that have made most
+    cache: Cache
+    last: jax.Array  # int32 [S], the newest token of each row
+    live: jax.Array  # bool [S], whether the row makes another token
+    tokens: jax.Array  # int32 [S, N]
+    logprobs: jax.Array  # float32 [S, N]
+    counts: jax.Array  # int32 [S], number of tokens that each row has made
 
 
 class CacheEngine:
@@ -68,13 +124,26 @@ class CacheEngine:
     Programs of different shapes round differently: so prefill has one shape, and decoding takes all slots.
 
     Attributes:
-        held: token ids that the cache holds of each slot, by `fill`; the caller of `decode` adds its tokens,
-            and clears a slot that another session takes.
-        in_turn: all slots; successive ones are of different devices, so that few rows keep all busy.
+        slots: number of slots.
+        decode_chunk: largest number of tokens that one call of `decode` makes in a slot.
+        held: by slot, the token ids whose keys and values the cache holds. `fill` updates it; the caller of
+            `decode` adds the decoded tokens, and clears a slot that it gives to another session.
+        in_turn: all slots, ordered so that successive ones are on different devices: the first few keep all
+            devices busy.
     """
 
     def __init__(self, policy: Policy, mesh: Mesh, config: SamplerConfig, max_length: int):
-        self.policy, self.mesh, self.max_length = policy, mesh, max_length
+        """Prepare the programs; nothing is compiled or allocated yet.
+
+        Args:
+            policy: the decoder, without its parameters.
+            mesh: the devices that hold the cache and the parameters.
+            config: `slots`, `decode_chunk` and `prefill_chunk` are read.
+            max_length: number of columns, the tokens of the longest trajectory.
+        """
+        self.policy = policy
+        self.mesh = mesh
+        self.max_length = max_length
         self.decode_chunk = config.decode_chunk
         self._slot_axis, self._head_axis = cache_axes(policy.architecture.num_kv_heads, mesh.shape["tensor"])
         self._groups = axis_size(mesh, RULES[self._slot_axis])
@@ -84,7 +153,8 @@ class CacheEngine:
         self._tile = TileShape.fitting(self._groups, self._rows, config.prefill_chunk, platform)
         self._prefixes = Prefixes(self._tile)
         self.held: list[list[int]] = [[] for _ in range(self.slots)]
-        self.in_turn = np.arange(self.slots).reshape(self._groups, self._rows).T.ravel().tolist()
+        slots_by_group = np.arange(self.slots).reshape(self._groups, self._rows)  # [groups, rows]
+        self.in_turn = slots_by_group.T.ravel().tolist()
         # Widths of the windows of every program, both ascending.
         self._programs: list[Widths] = [(width,) for width in _halvings(max_length)]
         if platform in BRANCHING:
@@ -97,8 +167,14 @@ class CacheEngine:
         self._decode = jax.jit(self._decode_rows, donate_argnums=1, static_argnums=(4, 5))
 
     def load(self, params: Params) -> None:
-        """Take a copy of the parameters in `compute_dtype`, a base only if it differs; forget the cache."""
-        base, dtype = self.policy.split(params)[0], self.policy.numerics.compute_dtype
+        """Take a copy of the parameters in `compute_dtype`, and forget the cache.
+
+        Args:
+            params: all parameters on the devices. The frozen base of adapters is copied only if its dtype
+                differs; everything else may be donated after the return.
+        """
+        base, _ = self.policy.split(params)
+        dtype = self.policy.numerics.compute_dtype
         shared = {path: leaf for path, leaf in flatten(base).items() if leaf.dtype == dtype}
         copied = {path: leaf for path, leaf in flatten(params).items() if path not in shared}
         self._params = merge_params(unflatten(shared), self._cast(unflatten(copied)))
@@ -111,6 +187,7 @@ class CacheEngine:
         return jax.lax.with_sharding_constraint(copies, param_shardings(params, self.mesh))
 
     def forget(self) -> None:
+        """Treat every slot as empty, so that the next `fill` computes all tokens of its contexts."""
         for row in self.held:
             row.clear()
 
@@ -119,60 +196,69 @@ class CacheEngine:
         self._cache = None
 
     def fill(self, contexts: dict[int, list[int]]) -> None:
-        """Bring all but the last token of every slot's context into the cache, by copies where possible."""
+        """Bring all but the last token of contexts into the cache, by copies where possible.
+
+        Args:
+            contexts: token ids by slot. The part that `held` says the cache already holds is not computed.
+        """
         if self._cache is None:
             self._cache = jax.jit(self._empty_cache, out_shardings=self._cache_sharding())()
             self.forget()
         with jax.set_mesh(self.mesh):
-            for wave in self._prefixes.fill(contexts, self.held):
+            for wave in self._prefixes.plan_fill(contexts, self.held):
                 if any(wave.copies):
-                    self._cache = self._copy(self._cache, *self._copies(wave.copies))
+                    slots, counts, width = self._copy_arguments(wave.copies)
+                    self._cache = self._copy(self._cache, slots, counts, width)
                 for call in self._tile.calls(wave.segments):
                     tiles = jax.device_put(call, replicated(self.mesh))
-                    self._cache = self._prefill(self._params, self._cache, tiles, self._widths(call.columns))
-
-    def empty_rows(self) -> tuple[np.ndarray, ...]:
-        """Return `rows` of `decode` in which no slot makes tokens."""
-        integers, ones = np.zeros((4, self.slots), np.int32), np.ones((2, self.slots), np.float32)
-        return *integers[:3], np.zeros(self.slots, np.uint32), *ones, integers[3]
+                    widths = self._widths(call.columns)
+                    self._cache = self._prefill(self._params, self._cache, tiles, widths)
 
     def decode(
-        self, rows: tuple[np.ndarray, ...], pause: jax.Array, filtered: bool
-    ) -> tuple[np.ndarray, ...]:
+        self, rows: DecodeRows, pause: jax.Array, filtered: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Decode in every slot until it has paused, run out, or made `decode_chunk` tokens.
 
-        The `rows` hold each slot's last token, its position, tokens it may make (0: none), seed, temperature,
-        top_p, top_k; `pause`, bool [V], the tokens after which it pauses; `filtered`: any has top_p or top_k.
-        Returns tokens int32 [S, decode_chunk], log-probabilities float32 [S, decode_chunk], counts int32 [S].
+        Args:
+            rows: NumPy arrays of all S slots, from `DecodeRows.idle`. The cache holds the tokens before
+                `last`.
+            pause: bool [V] on the devices, the tokens after which a slot pauses.
+            filtered: whether any slot has top_p or top_k.
+
+        Returns:
+            tokens: int32 [S, decode_chunk]; 0 where a slot made none.
+            logprobs: float32 [S, decode_chunk], log-probabilities in nats.
+            counts: int32 [S], number of tokens that each slot made.
         """
-        _, positions, remaining, *_ = rows
-        widths = self._widths(positions + np.minimum(remaining, self.decode_chunk))
-        whole = replicated(self.mesh)
+        widths = self._widths(rows.positions + np.minimum(rows.remaining, self.decode_chunk))
         with jax.set_mesh(self.mesh):
-            rows = jax.device_put(rows, whole)
-            self._cache, *decoded = self._decode(self._params, self._cache, rows, pause, filtered, widths)
-        return tuple(jax.device_get(decoded))
+            placed = jax.device_put(rows, replicated(self.mesh))
+            self._cache, tokens, logprobs, counts = self._decode(
+                self._params, self._cache, placed, pause, filtered, widths
+            )
+        return jax.device_get((tokens, logprobs, counts))
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Lower prefill and decoding of all slots for compiling ahead of time."""
+        """Lower prefill, copies and decoding of all slots for compiling ahead of time.
+
+        Returns:
+            Programs by name: "prefill", "copy" and "decode", the last without top_p and top_k.
+        """
         policy = self.policy
         params = placed_params(policy.abstract_params, self.mesh, policy.numerics.compute_dtype)
-
-        def abstract(tree: Any, place: NamedSharding) -> Any:
-            return jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
-            )
-
-        cache = abstract(jax.eval_shape(self._empty_cache), self._cache_sharding())
+        cache = _abstract(jax.eval_shape(self._empty_cache), self._cache_sharding())
         (call,) = self._tile.calls([[Segment(0, 0, [0])] for _ in range(self._groups)])
-        copies = np.zeros((self._groups, 2, self._rows), np.int32), np.zeros(self._groups, np.int32)
-        work = call, copies, self.empty_rows(), np.zeros(policy.architecture.vocab_size, np.bool_)
-        tiles, copied, rows, pause = abstract(work, replicated(self.mesh))
+        everywhere = replicated(self.mesh)
+        tiles = _abstract(call, everywhere)
+        copies = _abstract(np.zeros((self._groups, 2, self._rows), np.int32), everywhere)
+        num_copies = _abstract(np.zeros(self._groups, np.int32), everywhere)
+        rows = _abstract(DecodeRows.idle(self.slots), everywhere)
+        pause = _abstract(np.zeros(policy.architecture.vocab_size, np.bool_), everywhere)
         widths = self._programs[-1]
         with jax.set_mesh(self.mesh):
             return {
                 "prefill": self._prefill.lower(params, cache, tiles, widths),
-                "copy": self._copy.lower(cache, *copied, self.max_length),
+                "copy": self._copy.lower(cache, copies, num_copies, self.max_length),
                 "decode": self._decode.lower(params, cache, rows, pause, False, widths),
             }
 
@@ -184,58 +270,66 @@ class CacheEngine:
         return jax.tree.map(lambda leaf: jnp.zeros((self._groups, *leaf.shape), leaf.dtype), empty)
 
     def _widths(self, columns: np.ndarray) -> Widths:
-        """Return the widths of the narrowest program that holds the longest row."""
-        return next(widths for widths in self._programs if widths[-1] >= columns.max())
+        """Return the widths of the narrowest program that holds the longest of rows of these columns."""
+        longest = columns.max()
+        return next(widths for widths in self._programs if widths[-1] >= longest)
 
     def _prefill_tiles(self, params: Params, cache: Cache, tiles: Tiles, widths: Widths) -> Cache:
-        offsets = jnp.arange(tiles.tokens.shape[-1])
+        """Write the keys and values of the tiles' tokens into the cache."""
+        offsets = jnp.arange(tiles.tokens.shape[-1])  # [width]
         decoder = self.policy.merge(params)
 
-        def one_tile(number: Any, cache: Cache) -> Cache:
-            positions = tiles.starts[number][..., None] + offsets
-            valid = offsets < tiles.counts[number][..., None]
-            rows = None if tiles.slots is None else tiles.slots[number]
+        def prefill_tile(number: Any, cache: Cache) -> Cache:
+            positions = tiles.starts[number][..., None] + offsets  # [groups, rows, width]
+            valid = offsets < tiles.counts[number][..., None]  # [groups, rows, width]
+            slots = None if tiles.slots is None else tiles.slots[number]  # [groups, rows]
             append = self._append(decoder, tiles.columns[number], widths)
-            tokens = tiles.tokens[number]
-            return append(tokens, positions, valid, cache, rows, decoder.embed_groups(tokens))[1]
+            tokens = tiles.tokens[number]  # [groups, rows, width]
+            embedded = decoder.embed_groups(tokens)  # [groups, rows, width, D]
+            _, cache = append(tokens, positions, valid, cache, slots, embedded)
+            return cache
 
         if len(tiles.tokens) == 1:
-            return one_tile(0, cache)
-        return jax.lax.fori_loop(0, tiles.used, one_tile, cache)
+            return prefill_tile(0, cache)
+        return jax.lax.fori_loop(0, tiles.num_used, prefill_tile, cache)
 
-    def _copies(self, groups: Sequence[Sequence[Copy]]) -> tuple[jax.Array, jax.Array, int]:
-        """Return the arguments of `_copy_columns` after the cache."""
+    def _copy_arguments(self, groups: Sequence[Sequence[Copy]]) -> tuple[jax.Array, jax.Array, int]:
+        """Return the slots, counts and width of `_copy_columns` for the copies of every group."""
         slots = np.zeros((self._groups, 2, self._rows), np.int32)
         for group, copies in enumerate(groups):
             for number, copy in enumerate(copies):
                 slots[group, :, number] = copy.source, copy.target
         counts = np.array([len(copies) for copies in groups], np.int32)
         columns = max(copy.columns for copies in groups for copy in copies)
-        width = next(width for widths in self._programs for width in widths if width >= columns)
+        all_widths = [width for widths in self._programs for width in widths]
+        width = next(width for width in all_widths if width >= columns)
         by_group = NamedSharding(self.mesh, spec(self._slot_axis))
         return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
 
     def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
         """Copy the first `width` columns of slots to others of their group, one after the other.
 
-        Columns that are copied beyond the shared prefix are written anew before they are read. `slots` are
-        int32 [groups, 2, rows], sources and targets; `counts` int32 [groups], number of them.
+        The columns beyond the shared prefix are copied too; they are overwritten before they are read.
+        `slots` are int32 [groups, 2, rows], sources and targets; `counts` int32 [groups], number of copies.
         """
 
         def copy_in_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
-            def copy_one(number: jax.Array, cache: Cache) -> Cache:
+            # Of one device's group: leaves [1, L, rows, K, T, H], slots [1, 2, rows], counts [1].
+            def copy_slot(number: jax.Array, cache: Cache) -> Cache:
                 source, target = slots[0, :, number]
 
-                def moved(held: jax.Array) -> jax.Array:
-                    sizes = (*held.shape[:2], 1, held.shape[3], width, held.shape[5])
-                    columns = jax.lax.dynamic_slice(held, (0, 0, source, 0, 0, 0), sizes)
-                    return jax.lax.dynamic_update_slice(held, columns, (0, 0, target, 0, 0, 0))
+                def with_copy(stack: jax.Array) -> jax.Array:
+                    groups, layers, _, kv_heads, _, head_dim = stack.shape
+                    sizes = (groups, layers, 1, kv_heads, width, head_dim)
+                    columns = jax.lax.dynamic_slice(stack, (0, 0, source, 0, 0, 0), sizes)
+                    return jax.lax.dynamic_update_slice(stack, columns, (0, 0, target, 0, 0, 0))
 
-                return jax.tree.map(moved, cache)
+                return jax.tree.map(with_copy, cache)
 
-            return jax.lax.fori_loop(0, counts[0], copy_one, cache)
+            return jax.lax.fori_loop(0, counts[0], copy_slot, cache)
 
-        by_group, cache_spec = spec(self._slot_axis), self._cache_sharding().spec
+        by_group = spec(self._slot_axis)
+        cache_spec = self._cache_sharding().spec
         copy = jax.shard_map(
             copy_in_group,
             mesh=self.mesh,
@@ -247,53 +341,95 @@ class CacheEngine:
 
     def _append(self, decoder: Decoder, columns: jax.Array, widths: Widths) -> Callable[..., Any]:
         """Return `Decoder.decode` for every group [groups, ...], in the narrowest window of `columns`."""
-        number = jnp.sum(columns > jnp.asarray(widths[:-1], jnp.int32)) if widths[1:] else 0
+        number: Any = 0  # index of the window among `widths`
+        if len(widths) > 1:
+            number = jnp.sum(columns > jnp.asarray(widths[:-1], jnp.int32))
         decode = partial(decoder.decode, window=(widths, number))
         return jax.vmap(decode, spmd_axis_name=RULES[self._slot_axis])
 
     def _decode_rows(
-        self, params: Params, cache: Cache, rows: SlotArrays, pause: jax.Array, filtered: bool, widths: Widths
-    ) -> tuple[Cache, *SlotArrays]:
-        _, positions, remaining, *_ = rows
-        columns = jnp.max(positions + jnp.minimum(remaining, self.decode_chunk))
+        self,
+        params: Params,
+        cache: Cache,
+        rows: DecodeRows,
+        pause: jax.Array,
+        filtered: bool,
+        widths: Widths,
+    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        """Decode a chunk in all slots: the cache, and what `decode` returns."""
+        columns = jnp.max(rows.positions + jnp.minimum(rows.remaining, self.decode_chunk))
         loop = partial(self._decode_loop, filtered, widths)
         if 1 < self.mesh.size == self.mesh.shape["data"]:
             # Every device has all parameters: it decodes its own rows, and waits for no other at every token.
             batch = P(RULES["batch"])
-            inputs, outputs = (P(), batch, batch, P(), P()), (batch, batch, batch, batch)
-            loop = jax.shard_map(loop, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+            loop = jax.shard_map(
+                loop,
+                mesh=self.mesh,
+                in_specs=(P(), batch, batch, P(), P()),
+                out_specs=(batch, batch, batch, batch),
+                check_vma=False,
+            )
         return loop(params, cache, rows, pause, columns)
 
-    def _decode_loop(self, filtered: bool, widths: Widths, *arrays: Any) -> tuple[Cache, *SlotArrays]:
-        """Decode in all groups of the cache until none of their rows goes on."""
-        params, cache, rows, pause, columns = arrays
-        last, positions, remaining, seeds, temperatures, top_p, top_k = rows
-        chunk, decoder = self.decode_chunk, self.policy.merge(params)
-        append, num_rows = self._append(decoder, columns, widths), last.shape[0]
+    def _decode_loop(
+        self,
+        filtered: bool,
+        widths: Widths,
+        params: Params,
+        cache: Cache,
+        rows: DecodeRows,
+        pause: jax.Array,
+        columns: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+        """Decode in all groups of the cache until none of their rows is live."""
+        chunk = self.decode_chunk
+        decoder = self.policy.merge(params)
+        append = self._append(decoder, columns, widths)
+        num_rows = rows.last.shape[0]  # S, or the slots of this device
 
-        def running(carry: Any) -> jax.Array:
-            return (carry[0] < chunk) & jnp.any(carry[3])
+        def is_running(state: _DecodeState) -> jax.Array:
+            return (state.step < chunk) & jnp.any(state.live)
 
-        def one_token(carry: Any) -> Any:
-            step, cache, last, live, tokens, logprobs, counts = carry
-            places = positions + counts
-            token, position, valid = (array.reshape(-1, self._rows, 1) for array in (last, places, live))
-            hidden, cache = append(token, position, valid, cache, None, None)
-            logits = decoder.logits(hidden.reshape(num_rows, -1))
-            sampling = seeds, places, temperatures, top_p, top_k
-            chosen, chosen_logprobs = sample_tokens(logits, *sampling, filtered)
-            last = jnp.where(live, chosen, last)
-            tokens = tokens.at[:, step].set(jnp.where(live, chosen, 0))
-            logprobs = logprobs.at[:, step].set(jnp.where(live, chosen_logprobs, 0.0))
-            counts = counts + live.astype(jnp.int32)
-            live = live & ~pause[chosen] & (counts < remaining)
-            return step + 1, cache, last, live, tokens, logprobs, counts
+        def by_group(array: jax.Array) -> jax.Array:
+            return array.reshape(-1, self._rows, 1)  # [S] -> [groups, rows, 1]
+
+        def decode_token(state: _DecodeState) -> _DecodeState:
+            positions = rows.positions + state.counts
+            hidden, cache = append(
+                by_group(state.last), by_group(positions), by_group(state.live), state.cache, None, None
+            )
+            logits = decoder.logits(hidden.reshape(num_rows, -1))  # [groups, rows, 1, D] -> [S, V]
+            chosen, chosen_logprobs = sample_tokens(
+                logits, rows.seeds, positions, rows.temperatures, rows.top_p, rows.top_k, filtered
+            )
+            last = jnp.where(state.live, chosen, state.last)
+            new_tokens = jnp.where(state.live, chosen, 0)
+            tokens = state.tokens.at[:, state.step].set(new_tokens)
+            new_logprobs = jnp.where(state.live, chosen_logprobs, 0.0)
+            logprobs = state.logprobs.at[:, state.step].set(new_logprobs)
+            counts = state.counts + state.live.astype(jnp.int32)
+            live = state.live & ~pause[chosen] & (counts < rows.remaining)
+            return _DecodeState(state.step + 1, cache, last, live, tokens, logprobs, counts)
 
         no_tokens = jnp.zeros((num_rows, chunk), jnp.int32)
-        no_logprobs, counts = no_tokens.astype(jnp.float32), jnp.zeros(num_rows, jnp.int32)
-        start = jnp.int32(0), cache, last, remaining > 0, no_tokens, no_logprobs, counts
-        _, cache, _, _, tokens, logprobs, counts = jax.lax.while_loop(running, one_token, start)
-        return cache, tokens, logprobs, counts
+        no_logprobs = no_tokens.astype(jnp.float32)
+        no_counts = jnp.zeros(num_rows, jnp.int32)
+        start = _DecodeState(
+            step=jnp.int32(0),
+            cache=cache,
+            last=rows.last,
+            live=rows.remaining > 0,
+            tokens=no_tokens,
+            logprobs=no_logprobs,
+            counts=no_counts,
+        )
+        end = jax.lax.while_loop(is_running, decode_token, start)
+        return end.cache, end.tokens, end.logprobs, end.counts
+
+
+def _abstract(tree: Any, place: NamedSharding) -> Any:
+    """Return the shapes and dtypes of arrays, with one sharding for all of them."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
 
 def _halvings(length: int) -> list[int]:
@@ -305,6 +441,13 @@ def _halvings(length: int) -> list[int]:
 
 
 def even_widths(length: int) -> list[int]:
-    """Return window widths, ascending: multiples of STEP below `length`, and `length`."""
+    """Return evenly spaced window widths.
+
+    Args:
+        length: number of columns of the cache.
+
+    Returns:
+        At most MOST_WIDTHS widths, ascending: multiples of STEP below `length`, and `length`.
+    """
     step = STEP * -(-length // (STEP * MOST_WIDTHS))
     return [*range(step, length, step), length]

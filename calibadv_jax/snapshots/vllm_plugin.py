@@ -1,10 +1,10 @@
-"""What vLLM calls at its start, in every process: the entry point of ``vllm.general_plugins``."""
+"""The entry point of ``vllm.general_plugins``, which vLLM calls in every process at its start."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Makes the weight-transfer backend ``orbax`` known; may be called more than once."""
+    """Register the weight-transfer backend ``orbax``; a further call does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     name = "orbax"

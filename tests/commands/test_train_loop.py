@@ -231,7 +231,9 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, capsys
 
 def test_failed_asynchronous_checkpoint_ends_the_run_saved(tmp_path, monkeypatch):
     rollouts = SlowDisk(monkeypatch, OSError("no room"))
-    with pytest.raises(UserError, match=r"step 2 cannot be saved; the older checkpoints are whole.*no room"):
+    with pytest.raises(
+        UserError, match=r"step 2 cannot be saved; the older checkpoints are complete.*no room"
+    ):
         run(make_config(tmp_path, learner={"steps": 9}, checkpoint={"every": 2}), tmp_path, rollouts)
     assert left(tmp_path)[2][-1] == rollouts.loaded[-1][0] < 9
 

@@ -20,7 +20,7 @@ from calibadv_jax.policy.weights import flatten
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run import model
 from calibadv_jax.run.wiring import open_services
-from calibadv_jax.snapshots import mirror
+from calibadv_jax.snapshots import mirror_marker
 from calibadv_jax.snapshots.checkpoint import newest_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -125,7 +125,7 @@ def test_signal_or_kill_of_one_ends_both(settings, undisturbed, expected, capfd)
     assert re.search("resuming from step [23]", capfd.readouterr().err)
     assert is_same(folder, undisturbed)
     assert len(list((folder / "configs").glob("*.yaml"))) == 3
-    copied = json.loads(max((store / mirror.MARKER).glob("*")).read_text())
+    copied = json.loads(max((store / mirror_marker.MARKER).glob("*")).read_text())
     assert max(copied["steps"]) == STEPS
     (weights, scores), (whole, expected_scores) = finished(settings, "parts"), expected
     assert weights.keys() == whole.keys()

@@ -50,7 +50,7 @@ def opened(monkeypatch):
         return open_service
 
     monkeypatch.setattr(
-        "calibadv_jax.sampler.vllm_worker.open_workers", service("workers", ["http://127.0.0.1:8"])
+        "calibadv_jax.sampler.rollout_workers.open_workers", service("workers", ["http://127.0.0.1:8"])
     )
     with serving(Ready) as url:
         monkeypatch.setattr(wiring, "open_retriever", service("retriever", url))

@@ -13,7 +13,7 @@ from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy import transformer
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS
-from calibadv_jax.sampler import engine, prefixes
+from calibadv_jax.sampler import engine, tiles
 
 LENGTH = 64
 SLOTS = 16
@@ -137,10 +137,10 @@ def test_program_reads_the_longest_row_only(policy, params, expected, monkeypatc
 
 @pytest.mark.medium
 def test_tiles_and_scores_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
-    monkeypatch.setitem(prefixes.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
+    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
     monkeypatch.setattr(transformer, "SCORE_BYTES", 1)  # one row at a time
     sampler, completions = sample(policy, params, MeshConfig(1, 2, 2))
-    assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.is_whole
+    assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.has_row_per_slot
     check(completions, expected)
 
 

@@ -10,8 +10,8 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import open_services
-from calibadv_jax.sampler import vllm_worker
-from calibadv_jax.sampler.vllm_worker import VllmWorkerProcess, open_workers
+from calibadv_jax.sampler import rollout_workers
+from calibadv_jax.sampler.rollout_workers import VllmWorkerProcess, open_workers
 from calibadv_jax.services import http_client
 
 
@@ -31,7 +31,7 @@ def events(monkeypatch):
 
     for method in ("start", "wait", "stop"):
         monkeypatch.setattr(VllmWorkerProcess, method, note(method))
-    monkeypatch.setattr(vllm_worker, "require_vllm", lambda: None)
+    monkeypatch.setattr(rollout_workers, "require_vllm", lambda: None)
     return happened
 
 

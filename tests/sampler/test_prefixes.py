@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.prefixes import MOST_TOKENS, TILE_TOKENS, Prefixes, Segment, TileShape
+from calibadv_jax.sampler.prefixes import Prefixes
+from calibadv_jax.sampler.tiles import MOST_TOKENS, TILE_TOKENS, Segment, TileShape
 
 WIDTH = 4
 
@@ -21,15 +22,15 @@ def run(waves, cache, tile):
                 target[: copy.columns] = source[: copy.columns]
                 copied += copy.columns
         for call in tile.calls(wave.segments):
-            assert call.tokens.shape == (tile.at_once, tile.groups, tile.rows, tile.width)
-            assert call.counts[: call.used].any((1, 2)).all() and not call.counts[call.used :].any()
+            assert call.tokens.shape == (tile.tiles_per_call, tile.groups, tile.rows, tile.width)
+            assert call.counts[: call.num_used].any((1, 2)).all() and not call.counts[call.num_used :].any()
             for number, group, row in np.argwhere(call.counts > 0):
                 place = number, group, row
                 slot = cache[group * tile.slots + (row if call.slots is None else call.slots[place])]
                 start, count = call.starts[place], call.counts[place]
                 assert len(slot) >= start and start + count <= call.columns[number]
                 slot[start:] = [(token, start) for token in call.tokens[place][:count].tolist()]
-            tiles += call.used
+            tiles += call.num_used
     return copied, tiles
 
 
@@ -46,16 +47,18 @@ def slots(request):
     prefixes = Prefixes(tile)
 
     def fill(contexts):
-        return run(prefixes.fill(contexts, fill.held), fill.cache, tile)
+        return run(prefixes.plan_fill(contexts, fill.held), fill.cache, tile)
 
-    fill.held, fill.cache, fill.is_whole = [[] for _ in range(12)], [[] for _ in range(12)], tile.is_whole
+    fill.held = [[] for _ in range(12)]
+    fill.cache = [[] for _ in range(12)]
+    fill.has_row_per_slot = tile.has_row_per_slot
     return fill
 
 
 def test_prompt_of_a_group_is_computed_once(slots):
     contexts = {slot: [1, 2, 3, 4, 5, 6, 7, 8, 9, 9] for slot in range(12)}
     # Of each group five slots; three segments, one or two in a tile.
-    assert slots(contexts) == ((0, 3) if slots.is_whole else (10 * 9, 2))
+    assert slots(contexts) == ((0, 3) if slots.has_row_per_slot else (10 * 9, 2))
     assert slots.cache == [alone(contexts[slot]) for slot in range(12)]
 
 
@@ -102,9 +105,9 @@ def test_random_sessions_hold_their_own_columns(slots, seed):
 def test_tiles_are_as_many_as_their_work_needs():
     few, whole = TileShape(2, 5, 2, WIDTH), TileShape(2, 2, 2, WIDTH)  # of five slots three tiles a call
     (call,) = few.calls([[Segment(row, 0, [1, 2, 3]) for row in range(5)], [Segment(0, 0, [1])]])
-    assert call.used == 3 and call.slots[:, 0].ravel().tolist() == [0, 1, 2, 3, 4, 0]
+    assert call.num_used == 3 and call.slots[:, 0].ravel().tolist() == [0, 1, 2, 3, 4, 0]
     (call,) = few.calls([[Segment(3, 6, [1, 2])], []])
-    assert call.used == 1 and call.columns.tolist() == [8, 0, 0]
+    assert call.num_used == 1 and call.columns.tolist() == [8, 0, 0]
     assert not list(few.calls([[], []]))
     (call,) = whole.calls([[Segment(1, 0, [5])], []])
     assert call.slots is None and call.tokens[0, 0, :, 0].tolist() == [0, 5]  # gathers none
@@ -113,5 +116,5 @@ def test_tiles_are_as_many_as_their_work_needs():
 def test_tiles_are_small_on_a_cpu_only():
     assert TileShape.fitting(2, 40, 32, "cpu").rows == TILE_TOKENS["cpu"] // 32
     assert TileShape.fitting(2, 40, 1024, "cpu").rows == 1
-    assert TileShape.fitting(8, 8, 256, "gpu").is_whole
+    assert TileShape.fitting(8, 8, 256, "gpu").has_row_per_slot
     assert TileShape.fitting(1, 64, 256, "tpu").rows == MOST_TOKENS // 256

@@ -52,14 +52,14 @@ def test_bits_do_not_depend_on_other_rows(sampler):
 @pytest.mark.medium
 def test_copied_prompts_equal_computed_ones(sampler, monkeypatch):
     engine, copies = sampler._engine, []
-    plan = engine._prefixes.fill
+    plan = engine._prefixes.plan_fill
 
     def watched(*arguments):
         waves = plan(*arguments)
         copies.append(sum(copy.columns for wave in waves for group in wave.copies for copy in group))
         return waves
 
-    monkeypatch.setattr(engine._prefixes, "fill", watched)
+    monkeypatch.setattr(engine._prefixes, "plan_fill", watched)
     engine.forget()
     together = sample(sampler, list(NUMBERS), shared_prompt)
     assert copies[0] > len(NUMBERS) * 32  # most of them hold the beginning, or all of it, from another slot

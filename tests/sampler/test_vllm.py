@@ -210,7 +210,7 @@ def test_killed_worker_loses_no_trajectory_and_returns(pair):
         await pair.load(sampler, 41)  # without it
         while lost.version is None:
             await asyncio.sleep(0.5)
-        assert lost.version == 41, lost.lost
+        assert lost.version == 41, lost.loss_reason
         assert label(lost.url) == f"{sampler.run}/41"
         done = await asyncio.gather(*begin(sampler, prompts(16, 40), GREEDY, "t"))
         assert all(completion.policy_versions == (41,) for completion in done)

@@ -14,8 +14,8 @@ from vllm_server import PROMPT, SAMPLING, SCRIPT, Server, begin, sampler_of, sam
 
 from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.sampler import vllm_sampler, vllm_worker
-from calibadv_jax.sampler.vllm_sampler import read_completion
+from calibadv_jax.sampler import rollout_workers, vllm_sampler
+from calibadv_jax.sampler.vllm_messages import read_completion
 from calibadv_jax.services.http_client import Unreachable
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -340,7 +340,7 @@ async def test_server_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
 async def test_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
     """After SIGSTOP the system still takes its connections; a request may take half an hour."""
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
-    monkeypatch.setattr(vllm_worker, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(rollout_workers, "ASK_SECONDS", 0.2)
 
     async def silent(reader, writer):  # holds both: a writer that nobody has closes the connection
         with suppress(asyncio.CancelledError):
@@ -349,7 +349,7 @@ async def test_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
     stopped = await asyncio.start_server(silent, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{stopped.sockets[0].getsockname()[1]}"
     async with sampling(tmp_path, Server(), more_urls=[url]) as sampler:
-        states = [(worker.version, worker.lost) for worker in sampler.workers]
+        states = [(worker.version, worker.loss_reason) for worker in sampler.workers]
         assert states == [(None, "/init_weight_transfer_engine: no whole reply in time"), (3, "")]
         assert (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids == SCRIPT
     stopped.close()
@@ -364,7 +364,7 @@ async def test_requests_of_a_lost_worker_are_sent_again(tmp_path):
         await until(lambda: server.waiting)
         server.gate = asyncio.Event()  # from now on its successor answers
         server.gate.set()
-        sampler._lose(sampler.workers[0], "connection refused")
+        sampler._mark_lost(sampler.workers[0], "connection refused")
         assert (await task).token_ids == SCRIPT
 
 

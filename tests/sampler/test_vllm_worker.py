@@ -16,9 +16,10 @@ import pytest
 from http_rig import replying
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.sampler import vllm_worker
-from calibadv_jax.sampler.vllm_sampler import error_message
-from calibadv_jax.sampler.vllm_worker import parse, server_command
+from calibadv_jax.sampler import rollout_workers, vllm_command, vllm_worker
+from calibadv_jax.sampler.vllm_command import server_command
+from calibadv_jax.sampler.vllm_messages import error_message
+from calibadv_jax.sampler.vllm_worker import parse
 from calibadv_jax.services.http_client import Unreachable, open_session
 
 pytestmark = pytest.mark.timeout(90)
@@ -162,10 +163,10 @@ def test_odd_reply_is_from_no_worker(body):
 
     with replying((200, gzip.compress(body, 1), {"Content-Encoding": "gzip"})) as (url, _):
         with pytest.raises(UserError, match="no /weight_info"):
-            asyncio.run(ask(vllm_worker.ask_label, url))
+            asyncio.run(ask(rollout_workers.ask_label, url))
         if body[:1] == b" ":
             with pytest.raises(Unreachable, match="/health: the reply is longer than 64 MiB"):
-                asyncio.run(ask(vllm_worker.ask_alive, url))
+                asyncio.run(ask(rollout_workers.ask_alive, url))
 
 
 def test_message_of_a_worker_is_printable():
@@ -212,8 +213,8 @@ def test_installed_build_is_used(package, version, flavour, monkeypatch):
             raise PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(vllm_worker, "version", version_of)
-    assert vllm_worker.installed_flavour() == flavour
+    monkeypatch.setattr(vllm_command, "version", version_of)
+    assert vllm_command.installed_flavour() == flavour
     _, environment = command()
     assert ("VLLM_CPU_KVCACHE_SPACE" in environment) == (flavour == "cpu")
     assert "VLLM_CPU_KVCACHE_SPACE" not in command("--flavour", "gpu")[1]

@@ -16,13 +16,12 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import (
-    SAMPLED,
     check_weights,
     load_params,
     read_hf_config,
     save_folder,
-    weights_hash,
 )
+from calibadv_jax.snapshots.weight_files import HASHED_BLOCK, weights_hash
 
 
 @pytest.fixture
@@ -169,7 +168,7 @@ def test_unusable_file_is_one_line(tiny, folder, name, content, words):
 
 def test_weights_hash_depends_on_contents_only(tmp_path):
     """Tensors of three times what is read of each: a block at the beginning, the middle and the end."""
-    count = 3 * SAMPLED // 2  # of two bytes
+    count = 3 * HASHED_BLOCK // 2  # of two bytes
     rng, numbers = np.random.default_rng(0), iter(range(99))
     tensors = {f"t{n}": rng.integers(0, 9, count).astype(np.float16) for n in range(3)}
     tensors["small"] = np.ones(3, np.float32)

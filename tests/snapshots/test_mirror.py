@@ -26,7 +26,8 @@ from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots import mirror as mirror_module
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
-from calibadv_jax.snapshots.mirror import MARKER, OBJECTS, bring_newest, open_mirror
+from calibadv_jax.snapshots.mirror import bring_newest, open_mirror
+from calibadv_jax.snapshots.mirror_marker import MARKER, OBJECTS
 
 pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 QUIET = Console(progress=False)
@@ -468,7 +469,7 @@ def test_reading_command_takes_the_lock_only_to_fetch(tmp_path, copied, monkeypa
 @pytest.mark.parametrize("name", ["", "copy", ".."])
 def test_folder_within_the_other_is_refused(tmp_path, name):
     """The copy would hold copies of itself."""
-    with pytest.raises(UserError, match="lie in one another; choose a folder elsewhere"):
+    with pytest.raises(UserError, match="one is inside the other; choose a folder elsewhere"):
         opened(tmp_path / "a", tmp_path / "a" / name)
     with pytest.raises(ValueError, match="run.mirror"):  # a store is no folder of a run
         make_config(tmp_path, run={"dir": "s3://a/b"})

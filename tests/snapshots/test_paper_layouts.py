@@ -23,7 +23,8 @@ from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import hf_shapes
-from calibadv_jax.sampler.vllm_worker import parse, server_command
+from calibadv_jax.sampler.vllm_command import server_command
+from calibadv_jax.sampler.vllm_worker import parse
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 
 ROOT = Path(__file__).resolve().parents[2]

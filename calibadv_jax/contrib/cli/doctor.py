@@ -32,7 +32,8 @@ from calibadv_jax.rollout.prompts import FROM_DATA, drop_overlong, open_prompt, 
 from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.model import Model, build_model, find_folder
-from calibadv_jax.sampler.vllm_worker import find_workers, require_vllm
+from calibadv_jax.sampler.rollout_workers import find_workers
+from calibadv_jax.sampler.vllm_command import require_vllm
 from calibadv_jax.services.http_client import ONCE
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import open_retriever

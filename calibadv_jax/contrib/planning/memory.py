@@ -25,7 +25,7 @@ from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
 from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
-from calibadv_jax.sampler.prefixes import TileShape
+from calibadv_jax.sampler.tiles import TileShape
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 # Files with the memory limit of a container: cgroup version 2, version 1.
