@@ -43,7 +43,7 @@ class GroupCredit:
     softened: list[np.ndarray] = field(default_factory=list)
     # G × [K_i]: which part of an earlier turn the turn repeats, see `calibadv.Judgement`.
     repeated: list[list[str | None]] = field(default_factory=list)
-    # G × [K_i]: ids of the silver documents that the turn showed first.
+    # G × [K_i]: ids of the silver documents that the turn showed and no earlier turn of its trajectory.
     found_silver: list[list[tuple[str, ...]]] = field(default_factory=list)
     # G × [K_i] × float64 [N]: advantage of each sampled token less that of its turn. Empty if all tokens of a
     # turn have the same advantage.
@@ -62,7 +62,9 @@ class GroupCredit:
         return advantages
 
 
-def credit_of(group: Group, estimate: Sequence[float | np.ndarray | ByToken] | np.ndarray) -> GroupCredit:
+def uncalibrated_credit(
+    group: Group, estimate: Sequence[float | np.ndarray | ByToken] | np.ndarray
+) -> GroupCredit:
     """Return the uncalibrated credit of a group, given an estimator's result.
 
     Args:

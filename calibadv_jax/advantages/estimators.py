@@ -13,7 +13,7 @@ import numpy as np
 
 from calibadv_jax.advantages.baselines import Estimate, EstimateFunction
 from calibadv_jax.advantages.calibadv import calibrate, describe_calibration, judge
-from calibadv_jax.advantages.credit import GroupCredit, broadcast_to_tokens, credit_of
+from calibadv_jax.advantages.credit import GroupCredit, broadcast_to_tokens, uncalibrated_credit
 from calibadv_jax.advantages.gae import gae
 from calibadv_jax.advantages.score_estimators import (
     dr_grpo,
@@ -211,7 +211,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
     """
     for group in groups:
         _check_question(group)
-    credits = [credit_of(group, np.zeros(len(group.trajectories))) for group in groups]
+    credits = [uncalibrated_credit(group, np.zeros(len(group.trajectories))) for group in groups]
     compared = [number for number, group in enumerate(groups) if _has_comparison(group)]
     if compared:
         compared_credits = _credit_groups([groups[number] for number in compared], config)
@@ -264,7 +264,7 @@ def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageCo
 
 def _estimated_credit(groups: Sequence[Group], estimate: Estimate) -> list[GroupCredit]:
     pairs = zip(groups, estimate, strict=True)
-    return [credit_of(group, advantages) for group, advantages in pairs]
+    return [uncalibrated_credit(group, advantages) for group, advantages in pairs]
 
 
 # --- Description ---

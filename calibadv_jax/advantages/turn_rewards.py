@@ -141,7 +141,7 @@ def _gigpo_rewards(group: Group, config: AdvantageConfig) -> ByTurn:
     for trajectory in group.trajectories:
         turns = sampled_turns(trajectory)
         rewards = np.zeros(len(turns))
-        if len(turns):
+        if turns:
             rewards[-1] = trajectory.answer_score
         returns.append(discounted_returns(rewards, config.discount))
         observations.append(_observations_before(trajectory))

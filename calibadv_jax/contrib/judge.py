@@ -4,7 +4,7 @@ The policy is rewarded for a good verdict on its answer, and so may try to give 
 Two measures prevent that:
 
 - The judge gets the answer as JSON, in which brackets, quotes and line breaks of the text are escaped.
-- The verdict counts only after a random key, which stands in the instructions and is new in each request.
+- A verdict counts only if it follows a random key, which stands in the instructions of this request.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class JudgeClient:
             RequestFailed: as `score`.
             UserError: as `score`.
         """
-        data = data_of(question.text, question.golden_answers, answer)
+        data = user_message(question.text, question.golden_answers, answer)
         verdicts = self._connections.get().verdicts
         task = verdicts.get(data)
         if task is None or (task.done() and task.exception()):
@@ -194,7 +194,7 @@ class JudgeClient:
         return read_verdict(choice.message.content or "", key)
 
 
-def data_of(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
+def user_message(question: str, golden_answers: tuple[str, ...], answer: str) -> str:
     """Return the user's message of a request: one line of JSON.
 
     No text in it can end its field, the line or the message.

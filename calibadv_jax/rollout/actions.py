@@ -209,7 +209,7 @@ def grammar_of(actions: Sequence[Action]) -> Grammar:
     return Grammar(tuple(action.name for action in actions), may_be_empty)
 
 
-def usages(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[str, str]]:
+def action_texts(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[str, str]]:
     """Return the name, purpose and argument of each action.
 
     Purpose and argument are neutralised, since a server may have written them.
@@ -241,5 +241,5 @@ def invalid_notice(actions: Sequence[Action], extra: Collection[str] = ()) -> st
         actions: the actions that are on; none stand for search alone.
         extra: the tokenizer's control tokens.
     """
-    sentences = [USAGE.format(**usage) for usage in usages(actions, extra)]
+    sentences = [USAGE.format(**usage) for usage in action_texts(actions, extra)]
     return INVALID_TEMPLATE.format(usages="".join(sentences) + ANSWER_USAGE)

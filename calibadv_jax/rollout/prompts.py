@@ -15,7 +15,7 @@ from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.tags import OPEN_THINK, Grammar, leaves_thought_open, neutralise, split_at_tags
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import failure
-from calibadv_jax.rollout.actions import grammar_of, usages
+from calibadv_jax.rollout.actions import action_texts, grammar_of
 from calibadv_jax.rollout.observation import added_token_strings, encode
 
 ACTIONS = "{actions}"  # The place in a template at which the actions that are on are listed.
@@ -74,7 +74,7 @@ def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
         extra: the tokenizer's control tokens, see `observation.added_token_strings`.
     """
     sentences = []
-    for usage in usages(actions, extra):
+    for usage in action_texts(actions, extra):
         template = _SEARCH_ACTION if usage["name"] == "search" else _OTHER_ACTION
         sentences.append(template.format(**usage))
     return " ".join(sentences).replace(ACTIONS, "actions")
@@ -300,7 +300,7 @@ def prompt_lengths(
     batch: dict[int, str] = {}  # index of a question -> its prompt, if that may be too long
     for index, question in enumerate(questions):
         text, _ = write_prompt(question, tokenizer, config, extra, actions)
-        if most_tokens(text) > max_length:
+        if max_num_tokens(text) > max_length:
             batch[index] = text
         if len(batch) == BATCH:
             lengths.update(_lengths_above(batch, tokenizer, max_length))
@@ -320,7 +320,7 @@ def _lengths_above(prompts: dict[int, str], tokenizer: Any, max_length: int) -> 
     return lengths
 
 
-def most_tokens(text: str) -> int:
+def max_num_tokens(text: str) -> int:
     """Return an upper bound of a text's number of tokens, without tokenizing it.
 
     A text has at most one token for each byte of its longest Unicode form (NFKD), and twice as many if the

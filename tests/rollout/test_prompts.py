@@ -28,7 +28,7 @@ from calibadv_jax.rollout.prompts import (
     BATCH,
     TEMPLATES,
     list_actions,
-    most_tokens,
+    max_num_tokens,
     open_prompt,
     prompt_lengths,
     template_text,
@@ -281,7 +281,7 @@ def test_bound_holds_where_a_tokenizer_writes_letters_out(byte_tokenizer, form):
     tokenizer = deepcopy(byte_tokenizer)
     tokenizer.backend_tokenizer.normalizer = form
     for text in (LIGATURE * 9, "ﬃ½Å" * 7, "한국어" * 5, "plain", "\u0344" * 8):
-        assert len(tokenizer.encode(text, add_special_tokens=False)) <= most_tokens(text)
+        assert len(tokenizer.encode(text, add_special_tokens=False)) <= max_num_tokens(text)
 
 
 TWO = (Document("1", "Ann", "Ann is a painter."), Document("2", "Bob", "Bob is not."))
