@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
@@ -46,6 +48,8 @@ from calibadv_jax.snapshots.checkpoint import newest_step
 if TYPE_CHECKING:
     from calibadv_jax.metrics.backends import MetricsBackend
     from calibadv_jax.snapshots.mirror import Mirror
+
+PROFILE = "profile"  # folder of the trace of log.profile_step, in the run's folder
 
 
 def run(config: Config, kept: Config | None = None) -> None:
@@ -203,7 +207,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
         with console.phase("publishing the policy"):
             state.publish()  # before the first step, so that a broken path fails at the start
         while state.step < total:
-            with Step(state, writer, stop, first) as step:
+            with _profiled(state), Step(state, writer, stop, first) as step:
                 groups = step.take_groups()
                 groups = step.probe(groups)
                 groups = step.score(groups)
@@ -221,6 +225,19 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
             for finding in verdict.findings:
                 console.warn(finding)
             save_or_roll_back(verdict, state, writer, record, stop)
+
+
+@contextmanager
+def _profiled(state: RunState) -> Iterator[None]:
+    """Trace the block with JAX's profiler, in process 0, if the next step is log.profile_step."""
+    is_traced = state.step + 1 == state.config.log.profile_step and state.hosts.is_first
+    if not is_traced:
+        yield
+        return
+    folder = state.folder / PROFILE
+    with jax.profiler.trace(str(folder)):
+        yield
+    state.console.note(f"step {state.step} is traced: {folder}")
 
 
 class Step:

@@ -351,3 +351,12 @@ def test_overlong_prompts_are_refused_or_left_out(tmp_path, monkeypatch, capsys)
     for name in ("train", "eval"):
         assert f"data.{name}: the prompts of 1 of 13 questions" in shown
     assert shown.count("a separator in it, such as 'Ada|Bo") == 1
+
+
+def test_chosen_step_is_traced(tmp_path):
+    log = {"profile_step": 2}
+    run(make_config(tmp_path, learner={"steps": 1}, log=log), tmp_path / "short")
+    assert not (tmp_path / "short/profile").exists()
+    run(make_config(tmp_path, learner={"steps": 2}, log=log), tmp_path / "long")
+    (trace,) = (tmp_path / "long/profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000

@@ -51,6 +51,9 @@ class LogConfig:
     """Trajectories of each training step that the console shows, each of another question."""
     progress: bool = True
     """Show a line for each step, and the work in progress."""
+    profile_step: NonNegativeInt = 0
+    """Step that JAX's profiler traces into profile/ of the run's folder (docs/tuning.md); 0: none. The first
+    two steps compile: take a later one."""
 
 
 @dataclass(frozen=True, config=SECTION)
