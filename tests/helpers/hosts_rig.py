@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 UNTIMED = ("timing_s/", "perf/")
 
@@ -57,7 +57,7 @@ def spawn(command, variables):
 def environment(devices):
     """The environment of a process with so many simulated devices."""
     jax = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return os.environ | jax | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests")}
+    return os.environ | jax | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "tests/helpers")}
 
 
 def start(arguments, processes, devices, signals=None):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 384  # of a row; no other size of these programs
 STATE = 4 * 4 * 508_992  # bytes: float32 parameters, two moments and the sum of gradients
 SQUARE = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")  # an array of T x T

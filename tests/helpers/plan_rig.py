@@ -8,7 +8,7 @@ from calibadv_jax.config import load_config
 from calibadv_jax.contrib.cli.plan import make_plan
 from calibadv_jax.contrib.planning.hardware import find_target
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1408}
 SHAPE |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(sys.prefix) / "real_tools"  # not in the environment: only the conversion reads GGUF
 
 
