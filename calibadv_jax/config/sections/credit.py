@@ -61,7 +61,7 @@ class JudgeConfig(Section):
     """File with the judge's instructions; empty: it compares the answer with the golden answers. Question,
     golden answers and the answer's first 2000 letters follow as JSON."""
     max_tokens: PositiveInt = 512
-    """Tokens that the judge may write; its last line is the verdict."""
+    """Tokens that the judge may write; the verdict is in its last line."""
     timeout: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 60.0
     """Seconds for one request; then it is repeated."""
     patience: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 600.0

@@ -227,7 +227,8 @@ class LearnerConfig:
     """Trajectories per optimizer update; 0: all trajectories of the step in one update."""
     shuffle: Literal["trajectories", "groups"] = "trajectories"
     """Order in which trajectories are divided into mini-batches. groups: a question's trajectories stay
-    together, so that an update has few questions; share_prefixes then computes far less."""
+    together, so that an update has few questions, most of them with all their trajectories; share_prefixes
+    then computes far less."""
     epochs: PositiveInt = 1
     """Passes over the step's trajectories."""
     pack_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384

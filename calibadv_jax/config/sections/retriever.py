@@ -38,7 +38,7 @@ class RetrieverConfig(Section):
     """URL of a page for the action `access`; {} stands for the policy's text, which may be a title only:
     https://en.wikipedia.org/w/index.php?title={}."""
     encoder: Annotated[str, Mark.LEARNED] = "hashed"
-    """Encoder of a new index: bm25 and hashed have no weights; e5, bge and dense load `model`."""
+    """Encoder of a new index: bm25 and hashed have no weights; e5, bge and dense load a model."""
     model: Annotated[str, Mark.LEARNED] = ""
     """Model of the child service's encoder: folder or hub name; empty: the model of the index or, for a new
     index, the encoder's usual model."""
