@@ -220,8 +220,10 @@ def exit_process(status: str | int | None) -> NoReturn:
         sys.exit(status)
     if isinstance(status, str):
         sys.stderr.write(f"{status}\n")
-        exit_process_now(1)
-    exit_process_now(status or 0)
+        number = 1
+    else:
+        number = status or 0
+    exit_process_now(number)
 
 
 def exit_process_now(status: int) -> NoReturn:
