@@ -14,7 +14,7 @@ from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldCon
 from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import OF_RETRIEVER, RolloutConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import RETRIEVER_ACTIONS, RolloutConfig, SamplerConfig, ToolConfig
 from calibadv_jax.config.sections.run import (
     CheckpointConfig,
     EvaluateConfig,
@@ -68,7 +68,7 @@ class Config(Section):
     @property
     def asks_retriever(self) -> bool:
         """Whether an action needs the retrieval service."""
-        return any(tool.name in OF_RETRIEVER for tool in self.tools)
+        return any(tool.name in RETRIEVER_ACTIONS for tool in self.tools)
 
     @property
     def has_retriever(self) -> bool:

@@ -14,7 +14,7 @@ from calibadv_jax.config.sections.section import SECTION, Mark, Section, credent
 # The url of evaluation methods that never search; no connection is made to it.
 NO_RETRIEVER = "http://no-retriever.invalid"
 # Encoders that have no weights, so that `model` cannot be set.
-NO_MODEL = ("hashed", "bm25")
+ENCODERS_WITHOUT_MODEL = ("hashed", "bm25")
 # Paths of the service's endpoints, which the client appends to the base URL.
 ROUTE = "/retrieve"
 PAGE_ROUTE = "/access"
@@ -75,7 +75,7 @@ class RetrieverConfig(Section):
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("url", self.url, "RETRIEVER_TOKEN")
         yield from self._url_faults()
-        if self.model and self.encoder in NO_MODEL:
+        if self.model and self.encoder in ENCODERS_WITHOUT_MODEL:
             yield f"model: the encoder {self.encoder} has none; set encoder=dense, or leave model out"
         if self.page_address.count("{}") != 1:
             yield f"page_address is {self.page_address!r}, but must contain {{}} once"

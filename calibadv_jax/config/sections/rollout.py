@@ -12,7 +12,7 @@ from calibadv_jax.config.sections.section import SECTION, Mark, Section, credent
 from calibadv_jax.core.user_functions import is_address
 
 # Actions that the retrieval service answers.
-OF_RETRIEVER = ("search", "access")
+RETRIEVER_ACTIONS = ("search", "access")
 USER_TOOL = "my_package.my_module:Tool"
 
 
@@ -130,7 +130,7 @@ class McpConfig(Section):
 class ToolConfig(Section):
     """An action of the policy, or a server that offers actions."""
 
-    name: Annotated[str, Field(json_schema_extra={"enum": [*OF_RETRIEVER, USER_TOOL]})] = ""
+    name: Annotated[str, Field(json_schema_extra={"enum": [*RETRIEVER_ACTIONS, USER_TOOL]})] = ""
     """search: documents for a query; access: one page of the retrieval service, by its address;
     package.module:Class: an action of your own, see examples/own_tool.py."""
     mcp: McpConfig | None = None
@@ -143,8 +143,8 @@ class ToolConfig(Section):
     def _faults(self) -> Iterator[str]:
         if bool(self.name) == bool(self.mcp):
             yield "give a name, or an mcp server"
-        if self.name and self.name not in OF_RETRIEVER and not is_address(self.name):
+        if self.name and self.name not in RETRIEVER_ACTIONS and not is_address(self.name):
             yield (
-                f"name is {self.name!r}: must be one of {', '.join(OF_RETRIEVER)}, "
+                f"name is {self.name!r}: must be one of {', '.join(RETRIEVER_ACTIONS)}, "
                 f"or a class of your own as {USER_TOOL}"
             )
