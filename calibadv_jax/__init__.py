@@ -1,7 +1,8 @@
 """CalibAdv (arXiv 2604.18235) in JAX: reinforcement learning of search agents with turn-level credit.
 
 The names here are the public Python interface; docs/calibadv.md and docs/record.md show how to use them.
-The config is imported when it is asked for: `calibadv_jax.advantages` needs NumPy and RapidFuzz alone.
+`Config` and `load_config` are imported on first use, so that `calibadv_jax.advantages` needs only NumPy and
+RapidFuzz.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""``python -m calibadv_jax COMMAND …``: as ``calibadv COMMAND …``, if the script is not on the path."""
+"""Run ``calibadv COMMAND …`` as ``python -m calibadv_jax COMMAND …``, if the script is not on the path."""
 
 from calibadv_jax.cli import calibadv
 

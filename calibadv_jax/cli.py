@@ -1,7 +1,7 @@
 """The command line: ``calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]``.
 
 ``python -m calibadv_jax COMMAND`` does the same. The config is read and checked before the command's
-libraries are imported, so that a mistake is reported at once.
+libraries are imported, so that a mistake is reported without delay.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, stora
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import exit_process
 
-SMALL = 512  # width of a policy whose products fill no more than one core
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-CORE = ("sft", "train", "evaluate", "export")  # in calibadv_jax.commands; others in contrib.cli
+# Largest width of a policy whose matrix products use no more than one core.
+SMALL = 512
+# Exit status after Ctrl-C: 128 + SIGINT, as shells report it.
+INTERRUPTED = 130
+# Commands in calibadv_jax.commands; the others are in calibadv_jax.contrib.cli.
+CORE = ("sft", "train", "evaluate", "export")
 
-COMMANDS = {  # with a config
+# Commands that take a config, with their descriptions.
+COMMANDS = {
     "quickstart": "From nothing to a better search agent: world, cold start, training, evaluation, export.",
     "sft": "Supervised cold start on demonstrations.",
     "train": "Reinforcement learning of a search agent.",
@@ -37,7 +41,8 @@ COMMANDS = {  # with a config
     "doctor": "Checks of a config before a run, end to end.",
     "plan": "Memory, time and device hours of a run on TPUs or GPUs that you do not have yet.",
 }
-TOOLS = {  # without a config
+# Commands that take no config, with their descriptions.
+TOOLS = {
     "inspect": "Page of a run's trajectories: tokens by advantage, and the reason of each turn's advantage.",
     "ask": "Ask a policy a question, and show its searches and documents.",
     "serve": "A web page and an OpenAI-compatible API that answer questions with a policy.",
@@ -49,14 +54,16 @@ TOOLS = {  # without a config
     "prepare-data": "Convert and filter question files of any known layout.",
     "configs": "List the shipped configs, or copy one to edit it.",
 }
-PROGRAMS = {  # other programs, by the module that runs them: they parse their own arguments
+# Programs outside of this package, which parse their own arguments: the module to run, and the description.
+PROGRAMS = {
     "retriever": ("retriever.serve", "Start the retrieval service."),
     "build-index": ("retriever.build_index", "Build an index of a corpus for the retrieval service."),
     "prepare-corpus": ("retriever.prepare_corpus", "Convert a corpus of any known layout."),
 }
-# A file inspect.py would hide Python's own from a file beside it that is run by its path.
+# Commands whose module has another name. A file inspect.py would hide Python's own module from a file beside
+# it that is run by its path.
 MODULES = {"inspect": "inspect_run"}
-# Options of a command, as arguments of argparse; run() gets their values by name.
+# Options of a command, as arguments of argparse. The command's run() gets their values by name.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "export": {"adapter": dict(action="store_true", help="only policy.lora's adapters, as a PEFT folder")},
     "doctor": {"offline": dict(action="store_true", help="only checks without network, services and files")},
@@ -75,38 +82,52 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Parsed command line."""
+    """A parsed command line.
 
-    configs: list[Path]  # later files win
-    overrides: list[str]  # "key.path=value", in the order given; later values win
+    Attributes:
+        configs: Config files; later files win.
+        overrides: "key.path=value", in the order given; later values win.
+        dry_run: Whether to print the resolved config and stop.
+        options: Values of the command's own OPTIONS, by name.
+    """
+
+    configs: list[Path]
+    overrides: list[str]
     dry_run: bool
-    options: dict[str, Any] = field(default_factory=dict)  # of the command, see OPTIONS
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line and have the exit status of bad input."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(INPUT_STATUS, f"error: {message}; try: {self.prog} --help\n")
 
 
 def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that the first argument names; ``help`` and ``--version`` are answered here."""
-    command, *words = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    """Run the command that the first argument names, and end the process.
+
+    Args:
+        argv: Command and its arguments; None: those of the process.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        words = ["--help"]
+    command, *arguments = words
     if command == "--version":
         sys.stdout.write(f"calibadv {version('calibadv-jax')}\n")
         sys.exit(0)
-    if command == "help" and words:
-        command, *words = words[0], "--help"
+    if command == "help" and arguments:
+        command = arguments[0]
+        arguments = ["--help"]
     if command in ("-h", "--help", "help"):
         sys.stdout.write(_overview())
         sys.exit(0)
     if command in PROGRAMS:
-        os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[command][0], *words])
+        module, _ = PROGRAMS[command]
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
     if command in TOOLS:
-        tool = importlib.import_module(module_of(command))
-        parser = _Parser(f"calibadv {command}", description=TOOLS[command], allow_abbrev=False)
-        tool.add_arguments(parser)
-        arguments = parser.parse_intermixed_args(words)  # options may stand between the other arguments
-        end(lambda: tool.run(arguments))
+        _run_tool(command, arguments)
     if command not in COMMANDS:
         names = ", ".join([*COMMANDS, *TOOLS, *PROGRAMS])
         sys.stderr.write(f"error: unknown command {command!r}; the commands are {names}\n")
@@ -117,27 +138,52 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     def run(config: Config, **options: Any) -> None:
         importlib.import_module(module_of(command)).run(config, **options)
 
-    main(command, run, words)
+    main(command, run, arguments)
+
+
+def _run_tool(command: str, argv: Sequence[str]) -> NoReturn:
+    """Run a command that takes no config."""
+    tool = importlib.import_module(module_of(command))
+    parser = _Parser(f"calibadv {command}", description=TOOLS[command], allow_abbrev=False)
+    tool.add_arguments(parser)
+    # Options may stand between the other arguments.
+    arguments = parser.parse_intermixed_args(argv)
+    end(lambda: tool.run(arguments))
 
 
 def _overview() -> str:
-    usage = "usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"
-    tools = TOOLS | {name: text for name, (_, text) in PROGRAMS.items()}
-    width = max(map(len, COMMANDS | tools))
-    lines = [usage]
+    """Return the text of ``calibadv --help``."""
+    programs = {name: description for name, (_, description) in PROGRAMS.items()}
+    tools = {**TOOLS, **programs}
+    width = max(len(name) for name in (*COMMANDS, *tools))
+    lines = ["usage: calibadv COMMAND --config FILE [--config FILE …] [--dry-run] [key.path=value …]"]
     for title, commands in (("commands", COMMANDS), ("commands without a config", tools)):
-        lines += ["", f"{title}:", *(f"  {name:{width}}  {text}" for name, text in commands.items())]
-    return "\n".join([*lines, "", "calibadv help COMMAND says more; calibadv --version", ""])
+        lines.append("")
+        lines.append(f"{title}:")
+        for name, description in commands.items():
+            lines.append(f"  {name:{width}}  {description}")
+    lines.append("")
+    lines.append("calibadv help COMMAND says more; calibadv --version")
+    lines.append("")
+    return "\n".join(lines)
 
 
 def module_of(command: str) -> str:
-    """Return the dotted name of a command's module."""
+    """Return the dotted name of the module of a command in COMMANDS or TOOLS."""
     package = "commands" if command in CORE else "contrib.cli"
-    return f"calibadv_jax.{package}.{MODULES.get(command, command.replace('-', '_'))}"
+    default_name = command.replace("-", "_")
+    name = MODULES.get(command, default_name)
+    return f"calibadv_jax.{package}.{name}"
 
 
 def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = None) -> NoReturn:
-    """Load the config, call `run` with it and the command's OPTIONS by name, and `end` the process."""
+    """Load the config, run a command with it, and end the process.
+
+    Args:
+        command: Name of a command in COMMANDS.
+        run: Called with the config, and with the values of the command's OPTIONS by name.
+        argv: The command's arguments; None: those of the process.
+    """
     is_quickstart = command == "quickstart"
     default = [Path("quickstart")] if is_quickstart else None
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command), default)
@@ -160,45 +206,71 @@ def parse(
     options: Mapping[str, dict[str, Any]] | None = None,
     configs: list[Path] | None = None,
 ) -> Arguments:
-    """Parse `argv` (default: the process's arguments), with the `options` of the command `program`.
+    """Parse the arguments of a command that takes a config.
 
-    `configs` are used if none is given; None: at least one must be given.
+    Args:
+        program: Name of the program, for messages.
+        description: Description of the command, for its help.
+        argv: Arguments; None: those of the process.
+        options: The command's own options; see OPTIONS.
+        configs: Config files to use if none is given; None: at least one must be given.
     """
+    options = options or {}
     parser = _Parser(prog=program, description=description, allow_abbrev=False)
-    text = "YAML file of the run, or a shipped config (calibadv configs); later ones win, key by key"
-    text += f"; default: {', '.join(map(str, configs))}" if configs else ""
-    is_needed = not configs
-    parser.add_argument("--config", type=Path, required=is_needed, action="append", metavar="FILE", help=text)
-    for name, option in (options or {}).items():
+    config_help = "YAML file of the run, or a shipped config (calibadv configs); later ones win, key by key"
+    if configs:
+        config_help += f"; default: {', '.join(map(str, configs))}"
+    parser.add_argument(
+        "--config", type=Path, required=not configs, action="append", metavar="FILE", help=config_help
+    )
+    for name, option in options.items():
         parser.add_argument(f"--{name}", **option)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
-    text = "config keys and their new values; every key is described in docs/configuration.md"
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="config keys and their new values; every key is described in docs/configuration.md",
+    )
     parsed, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        hint = counterpart(unknown[0].partition("=")[0].strip("-").replace("-", "_"))
-        fault = f"unknown option {unknown[0]!r}; config keys are written key.path=value, without dashes"
-        parser.error("; ".join(filter(None, (fault, hint))))
-    chosen = {name: getattr(parsed, name) for name in options or {}}
-    return Arguments(parsed.config or configs or [], parsed.overrides, parsed.dry_run, chosen)
+        _refuse_option(parser, unknown[0])
+    chosen_options = {name: getattr(parsed, name) for name in options}
+    chosen_configs = parsed.config or configs or []
+    return Arguments(chosen_configs, parsed.overrides, parsed.dry_run, chosen_options)
+
+
+def _refuse_option(parser: argparse.ArgumentParser, option: str) -> NoReturn:
+    message = f"unknown option {option!r}; config keys are written key.path=value, without dashes"
+    key = option.partition("=")[0].strip("-").replace("-", "_")
+    hint = counterpart(key)
+    if hint:
+        message += f"; {hint}"
+    parser.error(message)
 
 
 def _divides_by(devices: int, config: Config) -> bool:
     """Return whether a small policy can be trained on this number of devices of one process."""
     sizes = config.mesh.sizes_on(devices)
     shards = sizes["data"] * sizes["fsdp"]
-    is_alone = not (config.distributed.coordinator_address or config.distributed.num_processes)
-    divides = not (config.learner.microbatch_rows % shards or config.sft.rows % shards)
-    width = config.policy.init.get("hidden_size")  # a wrong type is reported later
+    uses_all_devices = shards * sizes["tensor"] == devices
+    is_one_process = not (config.distributed.coordinator_address or config.distributed.num_processes)
+    has_even_shards = config.learner.microbatch_rows % shards == 0 and config.sft.rows % shards == 0
+    # A width of another type is reported when the policy is made.
+    width = config.policy.init.get("hidden_size")
     is_small = isinstance(width, int) and width <= SMALL
-    return is_alone and divides and is_small and shards * sizes["tensor"] == devices
+    return is_one_process and has_even_shards and is_small and uses_all_devices
 
 
 def end(work: Callable[[], object]) -> NoReturn:
     """Do the work and end the process; see `exit_process`.
 
-    Status: 0; 2 after a `UserError` and 75 after an `EnvironmentFailure` or a full disk, which are printed as
-    one line ``error: …``; 130 after Ctrl-C. Other exceptions are defects and show their traceback.
+    The exit status is 0 after success; 2 after a `UserError`, and 75 after an `EnvironmentFailure` or a full
+    disk, both printed as one line ``error: …``; 130 after Ctrl-C. Another exception is a defect and shows its
+    traceback.
+
+    Args:
+        work: Called without arguments.
     """
     try:
         work()
@@ -214,8 +286,10 @@ def end(work: Callable[[], object]) -> NoReturn:
         number = storage_errno(error)
         if number is None:
             raise
-        place = f"{storage_path(error) or 'a file'}: {os.strerror(number)}"
-        sys.stderr.write(f"error: {place}; fix that, then give the same command again\n")
+        path = storage_path(error) or "a file"
+        sys.stderr.write(
+            f"error: {path}: {os.strerror(number)}; fix that, then give the same command again\n"
+        )
         exit_process(exit_status(error))
     exit_process(0)
 

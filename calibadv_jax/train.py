@@ -1,4 +1,4 @@
-"""``python -m calibadv_jax.train --config FILE [key.path=value …]``: as ``calibadv train``."""
+"""Run ``calibadv train``: ``python -m calibadv_jax.train --config FILE [key.path=value …]``."""
 
 import sys
 

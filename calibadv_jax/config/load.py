@@ -1,7 +1,8 @@
-"""Reads configs from YAML files and ``key.path=value`` overrides, and writes them.
+"""Read configs from YAML files and ``key.path=value`` overrides, and write them.
 
-What is kept of a config has its references to the environment, ``${oc.env:NAME}``, and not their values.
-OmegaConf merges and resolves, pydantic checks the types; errors are one line that names the file and the key.
+OmegaConf merges and resolves the files, and pydantic checks the types. An error is one line that names the
+file and the key. A config that is written holds its references to the environment, ``${oc.env:NAME}``, and
+not the values of the variables.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -31,40 +32,71 @@ from calibadv_jax.config.shipped import find_config
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.secrets import redact, remember
 
+# Name of the source of overrides.
 COMMAND_LINE = "command line"
-BASE = "base"  # key of a file that builds upon another file
+# Key of a file that builds upon another file.
+BASE = "base"
+# A reference to an environment variable that is not escaped; group 1 is the variable's name.
 REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 
-Source = tuple[str, set[str]]  # a file or the command line, and the dotted names of what it sets
+# (dotted key, value) -> the text that refers to the environment and has this value.
+_references: dict[tuple[str, str], str] = {}
 
-_references: dict[tuple[str, str], str] = {}  # (dotted key, value) -> the text that refers to the environment
+
+class Source(NamedTuple):
+    """A source of values.
+
+    Attributes:
+        name: File, or COMMAND_LINE.
+        keys: Dotted names of the keys and sections that it sets.
+    """
+
+    name: str
+    keys: set[str]
 
 
 def load_config(
     paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), with_inputs: bool = False
 ) -> Config:
-    """Read YAML files, each over the file before it, and apply ``key.path=value`` overrides.
+    """Read a config from YAML files, each over the file before it, and from overrides.
 
-    A name without a file is that of a shipped config. The key ``base`` of a file names the file beneath it,
-    relative to its own folder, or a shipped config. Sections merge key by key; a list replaces a list. An
-    interpolation sees the final values. Paths inside the folder of the run that kept a config are taken in
-    its present place; if run.dir is overridden, they follow (`with_inputs`: see `follow_run`).
+    The key ``base`` of a file names the file that it builds upon, relative to its own folder, or a shipped
+    config. Sections merge key by key; a list replaces a list. An interpolation sees the final values. In a
+    file that a run has kept, the paths inside the run's folder are taken in the folder's present place, and
+    they follow run.dir if it is overridden.
 
-    The type of an override's key decides how its value is read: text is taken literally (but for quotes
-    around it), so that run.dir=2026_11_21 is no number; everything else is YAML.
+    The type of an override's key decides how its value is read. Text is taken literally, except for quotes
+    around it, so that run.dir=2026_11_21 is not a number. Everything else is YAML.
 
-    Raises UserError for a missing file, bad YAML, an unknown key (with a hint), or a bad value.
+    Args:
+        paths: A file or several, or names of shipped configs.
+        overrides: Overrides ``key.path=value``; later ones win.
+        with_inputs: Whether inputs follow an overridden run.dir too; see `follow_run`.
+
+    Raises:
+        UserError: A file is missing or not YAML, a key is unknown, or a value cannot work.
     """
     names = [paths] if isinstance(paths, str | Path) else paths
-    files = [file for name in names for file in _read(find_config(Path(name)), ())]
-    return _merged(files, overrides, with_inputs)
+    files: list[tuple[str, DictConfig]] = []
+    for name in names:
+        files += _read(find_config(Path(name)), ())
+    return _merge(files, overrides, with_inputs)
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the config in a text (YAML or JSON) of the file `name`; the rest as `load_config`."""
+    """Return the config in a text.
+
+    Args:
+        text: YAML or JSON of a config file.
+        name: Name of the file, for messages.
+        overrides: Overrides ``key.path=value``; see `load_config`.
+
+    Raises:
+        UserError: The text is not YAML, a key is unknown, or a value cannot work.
+    """
     with _errors_of(name):
         loaded = _checked(OmegaConf.create(text), name)
-    return _merged([(name, loaded)], overrides)
+    return _merge([(name, loaded)], overrides)
 
 
 def dump_config(config: Config) -> str:
@@ -73,62 +105,89 @@ def dump_config(config: Config) -> str:
 
 
 def kept_values(config: Config) -> dict[str, Any]:
-    """Return the nested values of a config as they are kept; read again they are the same config."""
-    # Of a config that was not loaded.
-    defaults = re.findall(r"'(\$\{[^']*)'", str(dataclasses.asdict(Config())))
+    """Return the nested values of a config as they are kept.
+
+    Values from the environment become references, and secrets are redacted. Text that looks like a reference
+    is escaped, so that reading the values again gives the same config.
+    """
+    # Defaults that refer to other keys are not resolved in a config that was not loaded.
+    default_references = re.findall(r"'(\$\{[^']*)'", str(dataclasses.asdict(Config())))
 
     def keep(key: str, text: str) -> str:
         reference = _references.get((key, text), text)
-        is_plain = reference == text and text not in defaults
-        return redact(text.replace("${", "\\${")) if is_plain else reference
+        is_plain = reference == text and text not in default_references
+        if not is_plain:
+            return reference
+        escaped = text.replace("${", "\\${")
+        return redact(escaped)
 
     values: dict[str, Any] = map_texts(dataclasses.asdict(config), keep)
     return values
 
 
 def with_references(values: Any) -> Any:
-    """Return nested values of a config with references in place of what comes from the environment."""
-    return map_texts(values, lambda key, text: _references.get((key, text), text))
+    """Return nested values of a config with references in place of the values from the environment."""
+
+    def to_reference(key: str, text: str) -> str:
+        return _references.get((key, text), text)
+
+    return map_texts(values, to_reference)
 
 
-def _merged(
+def _merge(
     files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str], with_inputs: bool = False
 ) -> Config:
-    """Merge files, by name, each over the file before it, and overrides over all files."""
-    merged, sources = _resolved(files, overrides)
-    run, setter = str(merged["run"]["dir"]), _last_setter("run.dir", sources)
-    followed = [
-        (name, loaded if name == setter else _following(loaded, run, with_inputs)) for name, loaded in files
-    ]
-    moved = {name: old for (name, old), (_, new) in zip(files, followed, strict=True) if new is not old}
+    """Merge named files, each over the file before it, and overrides over all files."""
+    merged, sources = _resolve(files, overrides)
+    run_dir = str(merged["run"]["dir"])
+    run_dir_setter = _last_setter("run.dir", sources)
+    followed: list[tuple[str, DictConfig]] = []
+    # The values, before they followed run.dir, of the files that had another one.
+    moved: dict[str, DictConfig] = {}
+    for name, loaded in files:
+        values = loaded
+        if name != run_dir_setter:
+            values = _follow_run_dir(loaded, run_dir, with_inputs)
+        if values is not loaded:
+            moved[name] = loaded
+        followed.append((name, values))
     if moved:
-        merged, sources = _resolved(followed, overrides)
+        merged, sources = _resolve(followed, overrides)
         _check_mirror(merged["run"], moved, sources)
     return _validate(merged, sources)
 
 
 def _last_setter(key: str, sources: Sequence[Source]) -> str:
-    return next((name for name, keys in reversed(sources) if key in keys), "")
+    """Return the name of the last source that sets a key; empty if none does."""
+    for source in reversed(sources):
+        if key in source.keys:
+            return source.name
+    return ""
 
 
-def _following(loaded: DictConfig, run: str, with_inputs: bool) -> DictConfig:
-    """Return a file's values for a run in the folder `run`."""
+def _follow_run_dir(loaded: DictConfig, run_dir: str, with_inputs: bool) -> DictConfig:
+    """Return a file's values for a run in the folder `run_dir`; `loaded` itself if they do not change."""
     values: Any = OmegaConf.to_container(loaded)
-    before = (values.get("run") or {}).get("dir")
-    if not isinstance(before, str) or Path(before).resolve() == Path(run).resolve():
+    own_run_dir = (values.get("run") or {}).get("dir")
+    if not isinstance(own_run_dir, str) or Path(own_run_dir).resolve() == Path(run_dir).resolve():
         return loaded
-    return OmegaConf.create(follow_run(values, run, marked(Mark.OUTPUT), with_inputs))
+    return OmegaConf.create(follow_run(values, run_dir, marked(Mark.OUTPUT), with_inputs))
 
 
 def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[Source]) -> None:
     """Refuse the mirror of the run that kept a file, from which another run.dir would fetch that run."""
-    name, mirror = _last_setter("run.mirror", sources), run["mirror"]
-    if mirror and name in moved and run_of(Path(name)) and mirror == moved[name].run.mirror:
-        way_out = f"for run.dir={run['dir']} set run.mirror to another place, or to nothing: run.mirror="
-        raise UserError(f"{name}: run.mirror={mirror} belongs to the run that kept this file; {way_out}")
+    name = _last_setter("run.mirror", sources)
+    mirror = run["mirror"]
+    if not mirror or name not in moved or run_of(Path(name)) is None:
+        return
+    if mirror == moved[name].run.mirror:
+        raise UserError(
+            f"{name}: run.mirror={mirror} belongs to the run that kept this file; for run.dir={run['dir']} "
+            "set run.mirror to another place, or to nothing: run.mirror="
+        )
 
 
-def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> tuple[Any, list[Source]]:
+def _resolve(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> tuple[Any, list[Source]]:
     """Return the nested values of files and overrides, and their sources."""
     # Defaults come first, so that an interpolation may name a key that no file sets.
     config = OmegaConf.create(dataclasses.asdict(Config()))
@@ -136,9 +195,10 @@ def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str])
     for name, loaded in files:
         with _errors_of(name):
             config.merge_with(loaded)
-        sources.append((name, _names(OmegaConf.to_container(loaded))))
+        sources.append(Source(name, _dotted_names(OmegaConf.to_container(loaded))))
     for override in overrides:
-        sources.append((COMMAND_LINE, {_apply(config, override)}))
+        key = _apply_override(config, override)
+        sources.append(Source(COMMAND_LINE, {key}))
     with _errors_of(_all_files(sources)):
         resolved = OmegaConf.to_container(config, resolve=True)
     _note_references(config, resolved)
@@ -146,10 +206,13 @@ def _resolved(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str])
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:
-    """Yield the files that a file builds upon, then the file; `above`: the files that build upon it."""
+    """Yield the name and the values of the files that a file builds upon, and then of the file itself.
+
+    `above` are the files that build upon this file.
+    """
     if not path.is_file():
-        by = f" ({BASE} of {above[-1]})" if above else ""
-        raise UserError(f"{path}: no such config file{by}; calibadv configs lists the shipped ones")
+        referrer = f" ({BASE} of {above[-1]})" if above else ""
+        raise UserError(f"{path}: no such config file{referrer}; calibadv configs lists the shipped ones")
     if path.resolve() in [file.resolve() for file in above]:
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
@@ -163,15 +226,23 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
             values: Any = OmegaConf.to_container(checked)
             checked = OmegaConf.create(rebase_paths(values, run))
     if base:
-        beside, shipped = path.parent / base, find_config(Path(base))
-        yield from _read(shipped if shipped.is_file() and not beside.is_file() else beside, (*above, path))
+        yield from _read(_find_base(base, path.parent), (*above, path))
     yield str(path), checked
+
+
+def _find_base(base: str, folder: Path) -> Path:
+    """Return the file that `base` names, relative to `folder`, or else the shipped config of that name."""
+    path = folder / base
+    shipped_path = find_config(Path(base))
+    if shipped_path.is_file() and not path.is_file():
+        return shipped_path
+    return path
 
 
 def _checked(loaded: Any, name: str, is_kept: bool = False) -> DictConfig:
     """Return a file's values if they are a mapping of known sections and keys.
 
-    A file that a run has kept (`is_kept`) may have the names of an earlier version.
+    A file that a run has kept (`is_kept`) may use the key names of an earlier version.
     """
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
@@ -183,24 +254,26 @@ def _checked(loaded: Any, name: str, is_kept: bool = False) -> DictConfig:
     return OmegaConf.create(values)
 
 
-def _apply(config: DictConfig, override: str) -> str:
+def _apply_override(config: DictConfig, override: str) -> str:
     """Set the value of ``key.path=value`` and return the key."""
     key, equals, text = override.partition("=")
     if not key or not equals:
         raise UserError(f"override {override!r} is not of the form key.path=value")
     with _errors_of(f"{COMMAND_LINE}: {override}"):
-        value = _parse(text, type_of(key))
-        alone = OmegaConf.create()
-        OmegaConf.update(alone, key, value)
-        refuse_unknown(OmegaConf.to_container(alone), COMMAND_LINE)
-        # A union is text, a list or a mapping of texts: the file's value of another kind cannot be merged.
-        OmegaConf.update(config, key, value, merge=not isinstance(type_of(key), UnionType))
+        key_type = type_of(key)
+        value = _parse_value(text, key_type)
+        only_override = OmegaConf.create()
+        OmegaConf.update(only_override, key, value)
+        refuse_unknown(OmegaConf.to_container(only_override), COMMAND_LINE)
+        # A key of a union type may have a text, a list or a mapping in the file: replace it, whatever it is.
+        is_union = isinstance(key_type, UnionType)
+        OmegaConf.update(config, key, value, merge=not is_union)
     return key
 
 
 @contextmanager
 def _errors_of(source: str) -> Iterator[None]:
-    """Raise errors of YAML and OmegaConf as one line that names the source of the text."""
+    """Turn errors of YAML and OmegaConf into a UserError that names the source of the text."""
     try:
         yield
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -209,120 +282,170 @@ def _errors_of(source: str) -> Iterator[None]:
         raise UserError(f"{source}: {one_line(error)}") from error
 
 
-def _parse(text: str, kind: Any) -> Any:
-    """Return the value of an override whose key has type `kind`; interpolations stay as they are."""
+def _parse_value(text: str, kind: Any) -> Any:
+    """Return the value of an override whose key has type `kind`; interpolations are not resolved."""
+    options = typing.get_args(kind) if isinstance(kind, UnionType) else ()
+    # Such as str | list[str]: a text, or a collection of texts or numbers.
+    may_be_text = str in options
+    is_collection = text.lstrip()[:1] in ("[", "{")
+    is_text = kind is str or typing.get_origin(kind) is Literal or (may_be_text and not is_collection)
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    is_collection = text.lstrip()[:1] in tuple("[{")
-    is_paths = isinstance(kind, UnionType) and str in typing.get_args(kind)  # a text, or several
-    is_text = kind is str or typing.get_origin(kind) is Literal or (is_paths and not is_collection)
     if is_text and not is_quoted:
         return text
-    holds_numbers = isinstance(kind, UnionType) and dict[str, float] in typing.get_args(kind)
-    if is_text or (is_paths and not holds_numbers) or kind == list[str]:
-        return yaml.load(text, Loader=yaml.BaseLoader)  # every scalar stays text
+    holds_only_texts = kind == list[str] or (may_be_text and dict[str, float] not in options)
+    if is_text or holds_only_texts:
+        # The base loader reads every scalar as text.
+        return yaml.load(text, Loader=yaml.BaseLoader)
     parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return parsed["value"]
 
 
 def _note_references(config: DictConfig, resolved: Any) -> None:
-    """Remember which of the nested values `resolved` come from the environment, in whole or in part."""
+    """Remember which of the nested values `resolved` come from the environment, in whole or in part.
+
+    Args:
+        config: Merged values, whose interpolations are not resolved.
+        resolved: The same values, resolved.
+    """
     raw = OmegaConf.to_container(config)
     if "oc.env" not in str(raw):
         return
-    escaped = OmegaConf.create(map_texts(raw, _escaped))  # resolves to the references themselves
-
-    values: dict[str, str] = {}
-    map_texts(resolved, lambda key, value: values.setdefault(key, value))
-
-    def note(key: str, text: str) -> str:
-        value = values.get(key)
-        if value is not None and "${" in text:
+    # Its interpolations of the environment resolve to the references themselves, and not to values.
+    escaped = OmegaConf.create(map_texts(raw, _escape_references))
+    raw_texts = _texts_by_key(raw)
+    values = _texts_by_key(resolved)
+    for key, text in raw_texts.items():
+        if key in values and "${" in text:
+            value = values[key]
             _references[key, value] = _reference(escaped, key, text, value)
-        return text
 
-    map_texts(raw, note)
+
+def _texts_by_key(nested: Any) -> dict[str, str]:
+    """Return every text in nested values by its dotted key."""
+    texts: dict[str, str] = {}
+
+    def collect(key: str, text: str) -> str:
+        return texts.setdefault(key, text)
+
+    map_texts(nested, collect)
+    return texts
 
 
 def _reference(escaped: Any, key: str, text: str, value: str) -> str:
-    """Return a text for a key that resolves to `value`; `value` itself if it refers to no variable."""
+    """Return a text with references that resolves to `value`; `value` itself if it refers to no variable."""
     try:
         reference = OmegaConf.select(escaped, key)
         if "oc.env" not in text and reference == value:
             return value
-        return str(reference) if OmegaConf.create({"value": reference}).value == value else text
-    except OmegaConfBaseException:  # a reference within another resolver
+        resolved_reference = OmegaConf.create({"value": reference}).value
+        return str(reference) if resolved_reference == value else text
+    except OmegaConfBaseException:
+        # A reference inside another resolver cannot be escaped.
         return text
 
 
-def _escaped(_: str, text: str) -> str:
-    """Escape the references of a text, and remember the secrets that they refer to."""
+def _escape_references(_: str, text: str) -> str:
+    """Escape the references of a text to the environment, and remember the secrets among their values."""
     for name in REFERENCE.findall(text):
-        if value := os.environ.get(name):
+        value = os.environ.get(name)
+        if value:
             remember(name, value)
     return REFERENCE.sub(r"\\\g<0>", text)
 
 
 def _validate(merged: Any, sources: Sequence[Source]) -> Config:
     try:
-        # As JSON, since strict validation (no text for a number, no number for a bool) of Python values
-        # would refuse a mapping for a section.
+        # Values are validated as JSON: strict validation (no text for a number, no number for a bool) of
+        # Python values would refuse a mapping in place of a section's dataclass.
         return TypeAdapter(Config).validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
-        overridden = {key for name, keys in sources if name == COMMAND_LINE for key in keys}
-        lines: dict[str, list[str]] = {}
-        for fault in error.errors():
-            lines.setdefault(_blamed(fault, sources), []).append(_line(fault, overridden))
-        raise UserError("; ".join(f"{name}: {'; '.join(texts)}" for name, texts in lines.items())) from error
+        raise UserError(_describe_faults(error, sources)) from error
     except TypeError as error:
-        form = "values are text, numbers, true, false, null, lists and mappings"
-        raise UserError(f"{_all_files(sources)}: {error}: {form}") from error
+        raise UserError(
+            f"{_all_files(sources)}: {error}: values are text, numbers, true, false, null, lists and mappings"
+        ) from error
 
 
-def _names(node: Any, prefix: str = "") -> set[str]:
+def _describe_faults(error: ValidationError, sources: Sequence[Source]) -> str:
+    """Return all faults of a config as one line, by the file that set the value."""
+    overridden: set[str] = set()
+    for source in sources:
+        if source.name == COMMAND_LINE:
+            overridden |= source.keys
+    faults_by_file: dict[str, list[str]] = {}
+    for fault in error.errors():
+        file = _file_of_fault(fault, sources)
+        faults_by_file.setdefault(file, []).append(_describe_fault(fault, overridden))
+    return "; ".join(f"{file}: {'; '.join(faults)}" for file, faults in faults_by_file.items())
+
+
+def _dotted_names(node: Any, prefix: str = "") -> set[str]:
     """Return the dotted names of the keys and sections that a file sets."""
-    if not isinstance(node, dict):
-        return set()
-    names = {f"{prefix}{name}" for name in node}
-    return names.union(*(_names(value, f"{prefix}{name}.") for name, value in node.items()))
+    names: set[str] = set()
+    if isinstance(node, dict):
+        for name, value in node.items():
+            dotted = f"{prefix}{name}"
+            names.add(dotted)
+            names |= _dotted_names(value, f"{dotted}.")
+    return names
 
 
 def _all_files(sources: Sequence[Source]) -> str:
-    return " + ".join(dict.fromkeys(name for name, _ in sources if name != COMMAND_LINE))
+    files = [source.name for source in sources if source.name != COMMAND_LINE]
+    return " + ".join(dict.fromkeys(files))
 
 
-def _blamed(error: ErrorDetails, sources: Sequence[Source]) -> str:
-    """Name the file that set the value last; of a section all files that set a key; all files otherwise."""
-    parts = list(map(str, error["loc"]))
-    while parts:
-        key = ".".join(parts)  # of a list in the file, for what is inside it
-        setters = [source for source in sources if key in source[1]]
-        if setters and setters[-1][0] == COMMAND_LINE:
+def _file_of_fault(fault: ErrorDetails, sources: Sequence[Source]) -> str:
+    """Return the file that set a value last.
+
+    Of a section they are all files that set one of its keys. If no file sets the value, or the command line
+    does, they are all files.
+    """
+    path = [str(part) for part in fault["loc"]]
+    while path:
+        # A file sets a list as a whole: if it does not set the key of an element, look for the list.
+        key = ".".join(path)
+        setters = [source for source in sources if key in source.keys]
+        if setters and setters[-1].name == COMMAND_LINE:
             break
         if setters:
-            return _all_files(setters) if isinstance(error["input"], dict) else setters[-1][0]
-        parts.pop()
+            is_section = isinstance(fault["input"], dict)
+            return _all_files(setters) if is_section else setters[-1].name
+        path.pop()
     return _all_files(sources)
 
 
-def _line(error: ErrorDetails, overridden: Set[str]) -> str:
-    """``learner.steps: must be greater than 0 (got 0)``"""
-    key = ".".join(map(str, error["loc"]))
-    demand = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    if error["type"] == "unexpected_keyword_argument":
-        demand = "unknown key"
-    if error["type"] == "dataclass_type":
-        demand = "must be a section with keys of its own; leave it out for the defaults"
-    is_quoted = isinstance(error["input"], str) and key not in overridden  # a command line needs no quotes
-    if error["type"] in ("int_type", "float_type", "bool_type") and is_quoted:
-        demand += ", without quotes"
-    if error["type"] == "list_type":
-        demand = "must be a list, such as [a, b]"
-    if error["type"] == "literal_error" and isinstance(error["input"], bool):
-        demand += ", in quotes: YAML takes on and off, yes and no for true and false"
-    if error["type"] == "string_type" and isinstance(error["input"], int | float):
-        demand += ": put the value in quotes"
+def _describe_fault(fault: ErrorDetails, overridden: Set[str]) -> str:
+    """Return a fault as ``learner.steps: must be greater than 0 (got 0)``."""
+    key = ".".join(str(part) for part in fault["loc"])
+    is_overridden = key in overridden
+    demand = _demand(fault, is_overridden)
     line = f"{key}: {demand}" if key else demand
-    if isinstance(error["input"], dict):  # a whole section: the message has the values
+    value = fault["input"]
+    if isinstance(value, dict):
+        # The message of a rule between a section's keys holds their values already.
         return line
-    place = f" on the {COMMAND_LINE}" if key in overridden else ""
-    return f"{line} (got {json.dumps(error['input'])}{place})"
+    place = f" on the {COMMAND_LINE}" if is_overridden else ""
+    return f"{line} (got {json.dumps(value)}{place})"
+
+
+def _demand(fault: ErrorDetails, is_overridden: bool) -> str:
+    """Return what a value has to be."""
+    fault_type = fault["type"]
+    value = fault["input"]
+    if fault_type == "unexpected_keyword_argument":
+        return "unknown key"
+    if fault_type == "dataclass_type":
+        return "must be a section with keys of its own; leave it out for the defaults"
+    if fault_type == "list_type":
+        return "must be a list, such as [a, b]"
+    demand = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    # On the command line, text has no quotes.
+    is_quoted_text = isinstance(value, str) and not is_overridden
+    if fault_type in ("int_type", "float_type", "bool_type") and is_quoted_text:
+        return f"{demand}, without quotes"
+    if fault_type == "literal_error" and isinstance(value, bool):
+        return f"{demand}, in quotes: YAML takes on and off, yes and no for true and false"
+    if fault_type == "string_type" and isinstance(value, int | float):
+        return f"{demand}: put the value in quotes"
+    return demand

@@ -1,4 +1,4 @@
-"""A whole run: every section, and the rules between them."""
+"""The config of a whole run: all sections, and the rules between keys of different sections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldCon
 from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import OF_RETRIEVER, RolloutConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import RETRIEVER_ACTIONS, RolloutConfig, SamplerConfig, ToolConfig
 from calibadv_jax.config.sections.run import (
     CheckpointConfig,
     EvaluateConfig,
@@ -28,10 +28,14 @@ from calibadv_jax.config.sections.section import SECTION, Mark, Section
 
 @dataclass(frozen=True, config=SECTION)
 class Config(Section):
-    """A whole run. `python -m calibadv_jax.train --config FILE --dry-run` prints it resolved.
+    """The config of a whole run; `calibadv train --config FILE --dry-run` prints it resolved.
 
-    Raises pydantic.ValidationError (a ValueError) for a value or a combination of values that cannot
-    work; so do the sections, and `dataclasses.replace` of any of them.
+    `Config()` holds the defaults; `dataclasses.replace` returns a changed copy. docs/configuration.md
+    describes every key.
+
+    Raises:
+        pydantic.ValidationError: A value, or a combination of values, cannot work. It is a ValueError.
+            The sections, and `dataclasses.replace` of any of them, raise it too.
     """
 
     run: Annotated[RunConfig, Mark.PER_RUN, Mark.PLACE] = RunConfig()
@@ -46,7 +50,8 @@ class Config(Section):
     tools: Annotated[list[ToolConfig], Mark.COLD_START] = field(
         default_factory=lambda: [ToolConfig("search")]
     )
-    """Actions of the policy before it answers (docs/tools.md); a name alone is an entry: [search, access]."""
+    """Actions that the policy may take before it answers (docs/tools.md). An entry may be a name alone, as in
+    [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = RetrieverConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -63,11 +68,11 @@ class Config(Section):
     @property
     def asks_retriever(self) -> bool:
         """Whether an action needs the retrieval service."""
-        return any(tool.name in OF_RETRIEVER for tool in self.tools)
+        return any(tool.name in RETRIEVER_ACTIONS for tool in self.tools)
 
     @property
     def has_retriever(self) -> bool:
-        """Whether a retrieval service is named, or needed."""
+        """Whether the config names a retrieval service, or an action needs it."""
         return bool(self.retriever.url or self.retriever.corpus or self.asks_retriever)
 
     @property
@@ -77,12 +82,12 @@ class Config(Section):
 
     @property
     def sampler_dtype(self) -> str:
-        """Precision in which trajectories are sampled."""
+        """Precision in which trajectories are sampled: "bfloat16" or "float32"."""
         return self.sampler.dtype or self.policy.compute_dtype
 
     @property
     def keeps_initial_policy(self) -> bool:
-        """Whether the parameters that the run begins with stay on the devices."""
+        """Whether the parameters at the run's start stay on the devices, as a reference policy."""
         return self.loss.kl_coef > 0 or "initial" in self.advantage.probed
 
     @field_validator("tools", mode="before")
@@ -93,43 +98,85 @@ class Config(Section):
         return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
 
     def _faults(self) -> Iterator[str]:
-        names = [tool.name for tool in self.tools if tool.name]
-        if not self.tools or len(set(names)) < len(names):
-            way_out = "name each action once, and at least one (for none: rollout.max_searches=0)"
-            yield f"tools is {names}: {way_out}"
-        warmup, steps = self.critic.warmup_steps, self.learner.steps
-        if self.advantage.has_critic and warmup >= steps:
-            yield f"critic.warmup_steps is {warmup}, but must be below learner.steps ({steps}): lower it"
-        if (width := self.learner.pack_length) < (longest := self.rollout.max_length):
-            fault = f"learner.pack_length is {width}, but rollout.max_length = {longest}"
-            yield f"{fault}: raise the first or lower the second"
-        rolls_back = self.guards.action == "rollback"
-        every, keep = self.checkpoint.every, self.checkpoint.keep
-        if rolls_back and not every:
-            yield "guards.action is rollback, but checkpoint.every is 0: set it to a number of steps"
-        # Checkpoints of bad steps before the last of them trips the guard.
-        bad = -(-(self.guards.patience_steps - 1) // (every or 1))
-        if rolls_back and keep <= bad:
-            way_out = f"set checkpoint.keep={bad + 1} or more"
-            yield f"guards.action is rollback, but all {keep} checkpoints may be of bad steps: {way_out}"
+        yield from self._tool_faults()
+        yield from self._length_faults()
+        yield from self._rollback_faults()
+        yield from self._staleness_faults()
         yield from self._sampler_faults()
 
+    def _tool_faults(self) -> Iterator[str]:
+        names = [tool.name for tool in self.tools if tool.name]
+        has_repeated_name = len(set(names)) < len(names)
+        if not self.tools or has_repeated_name:
+            yield (
+                f"tools is {names}: name each action once, and at least one "
+                "(for none: rollout.max_searches=0)"
+            )
+
+    def _length_faults(self) -> Iterator[str]:
+        steps = self.learner.steps
+        warmup_steps = self.critic.warmup_steps
+        if self.advantage.has_critic and warmup_steps >= steps:
+            yield (
+                f"critic.warmup_steps is {warmup_steps}, but must be below learner.steps ({steps}): lower it"
+            )
+        pack_length = self.learner.pack_length
+        max_length = self.rollout.max_length
+        if pack_length < max_length:
+            yield (
+                f"learner.pack_length is {pack_length}, but rollout.max_length = {max_length}: "
+                "raise the first or lower the second"
+            )
+
+    def _rollback_faults(self) -> Iterator[str]:
+        if self.guards.action != "rollback":
+            return
+        every = self.checkpoint.every
+        keep = self.checkpoint.keep
+        if not every:
+            yield "guards.action is rollback, but checkpoint.every is 0: set it to a number of steps"
+            return
+        # Checkpoints written during the bad steps before the step at which the guard trips, rounded up.
+        bad_steps = self.guards.patience_steps - 1
+        bad_checkpoints = (bad_steps + every - 1) // every
+        if keep <= bad_checkpoints:
+            yield (
+                f"guards.action is rollback, but all {keep} checkpoints may be of bad steps: "
+                f"set checkpoint.keep={bad_checkpoints + 1} or more"
+            )
+
+    def _staleness_faults(self) -> Iterator[str]:
+        staleness = self.rollout.max_staleness
+        if not staleness:
+            return
+        if self.sampler.name != "vllm":
+            yield (
+                f"rollout.max_staleness is {staleness}, but sampler.name={self.sampler.name} samples on the "
+                "learner's own devices: set it to 0"
+            )
+        if not self.loss.corrects_for_sampler:
+            yield (
+                f"rollout.max_staleness is {staleness}, but the loss does not correct for trajectories of "
+                "older policies: set loss.importance_cap=2, or rollout.max_staleness=0"
+            )
+
     def _sampler_faults(self) -> Iterator[str]:
-        sampler, rollout, loss = self.sampler, self.rollout, self.loss
-        is_vllm, is_corrected = sampler.name == "vllm", loss.corrects_for_sampler
-        staleness = f"rollout.max_staleness is {rollout.max_staleness}, but"
-        dtype = f"sampler.dtype is {sampler.dtype}, but"
-        if rollout.max_staleness and not is_vllm:
-            yield f"{staleness} sampler.name={sampler.name} samples on the learner's own devices: set it to 0"
-        if rollout.max_staleness and not is_corrected:
-            way_out = "set loss.importance_cap=2, or rollout.max_staleness=0"
-            yield f"{staleness} the loss does not correct for trajectories of older policies: {way_out}"
-        if sampler.dtype and not is_vllm:
-            way_out = "leave sampler.dtype out, or set sampler.name=vllm"
-            yield f"{dtype} sampler.name={sampler.name} samples in policy.compute_dtype: {way_out}"
-        if sampler.dtype not in ("", self.policy.compute_dtype) and not is_corrected:
-            way_out = "set loss.importance_cap=2, or leave sampler.dtype out"
-            yield f"{dtype} the loss does not correct for another policy.compute_dtype: {way_out}"
-        if (rollout.top_p < 1 or rollout.top_k > 0) and loss.compares_with_sampler and is_vllm:
-            way_out = "set top_p=1 and top_k=0, or loss.importance_* to 0 and loss.old_logprobs=recompute"
-            yield f"vLLM reports log-probabilities after top_p and top_k, unlike the learner: {way_out}"
+        is_vllm = self.sampler.name == "vllm"
+        dtype = self.sampler.dtype
+        if dtype and not is_vllm:
+            yield (
+                f"sampler.dtype is {dtype}, but sampler.name={self.sampler.name} samples in "
+                "policy.compute_dtype: leave sampler.dtype out, or set sampler.name=vllm"
+            )
+        differs_from_learner = dtype not in ("", self.policy.compute_dtype)
+        if differs_from_learner and not self.loss.corrects_for_sampler:
+            yield (
+                f"sampler.dtype is {dtype}, but the loss does not correct for another policy.compute_dtype: "
+                "set loss.importance_cap=2, or leave sampler.dtype out"
+            )
+        truncates_distribution = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        if truncates_distribution and self.loss.compares_with_sampler and is_vllm:
+            yield (
+                "vLLM reports log-probabilities after top_p and top_k, unlike the learner: set top_p=1 and "
+                "top_k=0, or loss.importance_* to 0 and loss.old_logprobs=recompute"
+            )

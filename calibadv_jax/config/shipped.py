@@ -6,7 +6,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
-NO_RUN = "retriever"  # options of the retrieval service
+# A shipped file that is not a run's config: options of the retrieval service.
+NO_RUN = "retriever"
 
 
 def shipped_folder() -> Path:
@@ -18,8 +19,12 @@ def shipped_folder() -> Path:
 def shipped_names() -> list[str]:
     """Return the names of all shipped configs of runs, sorted."""
     folder = shipped_folder()
-    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{SUFFIX}"))
-    return sorted(path.as_posix() for path in paths if path.as_posix() != NO_RUN)
+    names = []
+    for path in folder.rglob(f"*{SUFFIX}"):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if name != NO_RUN:
+            names.append(name)
+    return sorted(names)
 
 
 def find_config(path: Path) -> Path:
@@ -30,6 +35,7 @@ def find_config(path: Path) -> Path:
 
 
 def headline(name: str) -> str:
-    """Return the first line of a shipped config, a comment."""
+    """Return the comment in the first line of a shipped config, which says what the config does."""
     text = (shipped_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
-    return text.partition("\n")[0].removeprefix("# ")
+    first_line, _, _ = text.partition("\n")
+    return first_line.removeprefix("# ")

@@ -11,11 +11,19 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalise_answer(text: str) -> str:
-    """Return lower case without ASCII punctuation and English articles, with single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return a text in lower case without ASCII punctuation and English articles, with single spaces."""
+    words = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", words).split())
 
 
 def holds_answer(text: str, golden_answers: Sequence[str]) -> bool:
-    """Whether the words of a golden answer stand in a text, both normalised; an empty answer never does."""
+    """Return whether a text contains the words of a golden answer, both normalised.
+
+    An answer that normalises to nothing is contained in no text.
+    """
     words = f" {normalise_answer(text)} "
-    return any(golden and f" {golden} " in words for golden in map(normalise_answer, golden_answers))
+    for golden_answer in golden_answers:
+        golden_words = normalise_answer(golden_answer)
+        if golden_words and f" {golden_words} " in words:
+            return True
+    return False

@@ -7,52 +7,70 @@ import os
 import re
 from collections.abc import Iterator
 
-INPUT_STATUS = 2  # a mistake in config, data or arguments: a restart fails again
-ENVIRONMENT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
-# Errors of the system that may pass without a change of the input.
+# Exit status after a mistake in config, data or arguments: the same command fails again.
+INPUT_STATUS = 2
+# Exit status EX_TEMPFAIL of sysexits.h: the same command may succeed later.
+ENVIRONMENT_STATUS = 75
+# Errors of the operating system that may pass without a change of the input.
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+# Errors of a disk that cannot be written.
 UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
-# JAX's errors about a program of several processes of which one is gone; the type may be ValueError.
+# Start of every refusal by our engine inside a vLLM worker.
+REFUSAL = "refused by calibadv_jax: "
+# JAX's messages after a process of the run has ended; the exception may be a ValueError.
 _LOST_PROCESS = re.compile(
     r"[A-Z_]+: .*(?i:gloo|nccl|(closed|reset) by peer|heartbeat|coordination service)", re.DOTALL
 )
-REFUSAL = "refused by calibadv_jax: "  # start of every refusal by our engine inside a vLLM worker
+_QUOTED_PATH = re.compile(r"""["'](/[^"']+)["']""")
 
 
 class UserError(Exception):
-    """Bad input: one line that names the file, key or value, and how to fix it; see `cli.main`."""
+    """The input is bad. The message is one line that names the file, key or value, and how to fix it.
+
+    `cli.end` prints it without a traceback.
+    """
 
 
 class EnvironmentFailure(UserError):
-    """The environment failed, not the input: a service is away, a lock is held, another process ended."""
+    """The environment failed, not the input: a service is unreachable, a lock is held, a process ended."""
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the exit status of an error or of its causes, such as a full disk."""
-    is_passing = any(isinstance(cause, EnvironmentFailure) for cause in _causes(error))
-    return ENVIRONMENT_STATUS if is_passing or storage_errno(error) in PASSING else INPUT_STATUS
+    """Return the exit status of a process that ends with an error.
+
+    Returns:
+        ENVIRONMENT_STATUS if the error or a cause of it may pass, such as a full disk; else INPUT_STATUS.
+    """
+    is_environment_failure = any(isinstance(cause, EnvironmentFailure) for cause in _causes(error))
+    if is_environment_failure or storage_errno(error) in PASSING:
+        return ENVIRONMENT_STATUS
+    return INPUT_STATUS
 
 
 def storage_errno(error: BaseException) -> int | None:
-    """Return the errno of a disk that cannot be written; None for other errors.
+    """Return the errno of an error about a disk that cannot be written; None for other errors.
 
-    Orbax, safetensors and tokenizers raise their own errors, which only quote the system's words.
+    Orbax, safetensors and tokenizers raise errors of their own, which only quote the operating system's
+    message.
     """
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause.errno if cause.errno in UNWRITABLE else None
-        if quoted := [number for number in UNWRITABLE if os.strerror(number) in str(cause)]:
-            return quoted[0]
+        message = str(cause)
+        for number in UNWRITABLE:
+            if os.strerror(number) in message:
+                return number
     return None
 
 
 def storage_path(error: BaseException) -> str | None:
-    """Return the path that an error of `storage_errno` names, if any."""
+    """Return the path in an error about a disk that cannot be written; None if it names none."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.filename is not None:
             return str(cause.filename)
-        if quoted := re.search(r"""["'](/[^"']+)["']""", str(cause)):
-            return quoted[1]
+        quoted_path = _QUOTED_PATH.search(str(cause))
+        if quoted_path:
+            return quoted_path[1]
     return None
 
 
@@ -62,36 +80,51 @@ def is_lost_process(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line of at most 300 characters, for messages: ``… cannot be read ({text})``.
+    """Return an error as one line, to quote in a message: ``… cannot be read ({text})``.
 
-    The system's errors give the system's words without number and path; errors without a message their type.
+    Returns:
+        At most 300 characters: of an OSError the operating system's message, without number and path; of an
+        error without a message the name of its type.
     """
-    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
     return " ".join(text.split())[:300] or type(error).__name__
 
 
 def cause_text(error: BaseException) -> str:
-    """Return the cause of a library's error as one line: the system's words if the disk failed."""
+    """Return the cause of a library's error as one line; of a failed disk the operating system's message."""
     number = storage_errno(error)
-    return one_line(error.__cause__ or error) if number is None else os.strerror(number)
+    if number is not None:
+        return os.strerror(number)
+    return one_line(error.__cause__ or error)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of its cause, and so on."""
     yield error
     if error.__cause__ is not None:
         yield from _causes(error.__cause__)
 
 
 class RequestFailed(EnvironmentFailure):
-    """A service failed one request: within a rollout this ends its trajectory and not the run."""
+    """A service failed one request: within a rollout this ends the trajectory, but not the run.
+
+    Args:
+        service: Name of the service in one word, such as "sampler" or "retriever".
+        message: What failed, in one line.
+    """
 
     def __init__(self, service: str, message: str):
         super().__init__(message)
-        self.service = service  # one word, such as "sampler" or "retriever"
+        self.service = service
 
 
 class ActionRefused(Exception):
-    """An action refuses its body: the policy reads why, and the trajectory goes on."""
+    """An action refuses its body: the policy reads the message, and the trajectory goes on.
+
+    `Action.call` of a user's own action may raise it.
+    """
 
 
 class QueryRefused(RequestFailed):

@@ -1,25 +1,36 @@
-"""Secrets of the environment that a config refers to: messages name the variable instead."""
+"""Secrets in environment variables that a config refers to; messages show the variable's name instead."""
 
 from __future__ import annotations
 
 import re
 
-SHORTEST = 4  # characters
+# Characters of the shortest value that counts as a secret.
+SHORTEST = 4
+# Names of variables that hold secrets.
 KEY_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH", re.IGNORECASE)
-KEY_VALUE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[^\s/]{16,}")  # no word, number or path
+# Values that look like a key: no word, number or path.
+KEY_VALUE = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[^\s/]{16,}")
 
-_references: dict[str, str] = {}  # value -> reference to its variable
+# Secret value -> reference to its variable.
+_references: dict[str, str] = {}
 
 
 def remember(name: str, value: str) -> None:
-    """Let `redact` replace the value of an environment variable, if its name or form is that of a secret."""
-    is_secret = KEY_NAME.search(name) and len(value) >= SHORTEST and not value.isdecimal()
-    if is_secret or KEY_VALUE.fullmatch(value):
+    """Make `redact` replace the value of an environment variable, if it looks like a secret.
+
+    Args:
+        name: Name of the variable.
+        value: Value of the variable. Either its own form or the variable's name may be that of a secret.
+    """
+    can_be_secret = len(value) >= SHORTEST and not value.isdecimal()
+    is_named_as_secret = KEY_NAME.search(name) and can_be_secret
+    if is_named_as_secret or KEY_VALUE.fullmatch(value):
         _references[value] = f"${{oc.env:{name}}}"
 
 
 def redact(text: str) -> str:
-    """Replace the values that were remembered by references."""
-    for value in sorted(_references, key=len, reverse=True):  # a value may be part of another
+    """Return a text with references in place of all secrets that `remember` was given."""
+    # Longer values first: a value may be part of another.
+    for value in sorted(_references, key=len, reverse=True):
         text = text.replace(value, _references[value])
     return text

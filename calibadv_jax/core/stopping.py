@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run in order: `held` work is finished, then SystemExit is raised."""
+"""Orderly end of a run after SIGTERM or SIGINT: `held` work is finished, then SystemExit is raised."""
 
 from __future__ import annotations
 
@@ -16,71 +16,98 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, ParamSpec, TypeVar
 
-CALLED = 143  # status of a process that stops because another one does: as after SIGTERM
-DAEMON_THREAD = "calibadv-daemon"  # name of threads that the end of the process does not wait for
-GRACE = 5.0  # seconds for which the end of the process waits for the work of daemon threads
+# Exit status of a process that stops because another process of the run does: that of SIGTERM.
+CALLED = 143
+# Name of the threads that `exit_process` ends before they are done.
+DAEMON_THREAD = "calibadv-daemon"
+# Seconds for which `exit_process` waits for the daemon threads.
+GRACE = 5.0
+# Returns the cursor to the start of the line and clears it, which removes a progress bar.
+_CLEAR_LINE = "\r\x1b[2K"
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Stop:
-    """Within the block, the first signal raises SystemExit in the main thread, or at the end of `held` work.
+    """A block in which the first signal raises SystemExit in the main thread, or at the end of `held` work.
 
-    The status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once. Each signal
-    is answered on standard error at once: with `finishes` within `held` work, else with `saves`. The last
-    message says with `then` how the work can go on.
+    The exit status is 143 for SIGTERM and 130 for SIGINT. A second signal ends the process at once. Each
+    signal is answered on standard error at once.
+
+    Args:
+        finishes: What the process finishes first, for the answer to a signal within `held` work.
+        saves: What the process does, for the answer to a signal outside of `held` work.
+        then: How the work can go on, for the last message.
+
+    Attributes:
+        status: Exit status once the process has to stop; None before.
+        was_called: Whether another process of the run asked for the stop, and not a signal.
     """
 
     def __init__(self, finishes: str = "", saves: str = "", then: str = "") -> None:
-        self._finishes, self._saves, self._then = finishes, saves, then
+        self._finishes = finishes
+        self._saves = saves
+        self._then = then
+        # Warns that a second signal loses work.
         self._loss = ", without saving" if finishes else ""
         self.status: int | None = None
-        self.was_called = False  # by another process of the run, not by a signal
-        self._held = 0  # blocks of `held` work that are open
-        self._before: dict[int, object] = {}
-        self._sent = self._sent_before = -1  # where the interpreter writes the numbers of signals
+        self.was_called = False
+        # Number of open blocks of `held` work.
+        self._held = 0
+        # Signal -> handler before this block.
+        self._earlier_handlers: dict[int, object] = {}
+        # File descriptor to which the interpreter writes the numbers of signals, and the one before.
+        self._wakeup_fd = -1
+        self._earlier_wakeup_fd = -1
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # other threads may not set handlers
+        # Only the main thread may set handlers.
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._handle)
-            received, self._sent = os.pipe()
-            os.set_blocking(self._sent, False)
-            self._sent_before = signal.set_wakeup_fd(self._sent, warn_on_full_buffer=False)
-            self._watcher = threading.Thread(target=self._watch, args=(received,), daemon=True)
+                self._earlier_handlers[number] = signal.signal(number, self._handle)
+            read_fd, self._wakeup_fd = os.pipe()
+            os.set_blocking(self._wakeup_fd, False)
+            self._earlier_wakeup_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+            self._watcher = threading.Thread(target=self._watch, args=(read_fd,), daemon=True)
             self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._before:
-            signal.set_wakeup_fd(self._sent_before)
-            os.close(self._sent)
-            self._watcher.join(1.0)  # its message comes before those that follow
-        for number, handler in self._before.items():
+        if self._earlier_handlers:
+            signal.set_wakeup_fd(self._earlier_wakeup_fd)
+            os.close(self._wakeup_fd)
+            # Its message has to appear before those that follow.
+            self._watcher.join(1.0)
+        for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if self.status is not None and not self.was_called and kind is SystemExit:
-            _say(f"stopped; {self._then}" if self._then else "stopped")
+        was_stopped_by_signal = self.status is not None and not self.was_called
+        if was_stopped_by_signal and kind is SystemExit:
+            _print_line(f"stopped; {self._then}" if self._then else "stopped")
 
-    def _watch(self, received: int) -> None:
-        """Answer signals at once: the main thread runs no handler while a device computes for it."""
+    def _watch(self, read_fd: int) -> None:
+        """Answer signals at once, since the main thread runs no handler while it waits for a device."""
         is_second = False
-        with os.fdopen(received, "rb", buffering=0) as numbers:
-            while byte := numbers.read(1):
+        with os.fdopen(read_fd, "rb", buffering=0) as signal_numbers:
+            while byte := signal_numbers.read(1):
                 number = byte[0]
-                if number not in self._before:
+                if number not in self._earlier_handlers:
                     continue
                 name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
                 if is_second:
-                    _say(f"{name}: ended at once{self._loss}")
+                    _print_line(f"{name}: ended at once{self._loss}")
                     os._exit(128 + number)
-                answer = (self._finishes if self._held else self._saves) or "stopping"
-                _say(f"{name}: {answer}; a second {name} ends at once{self._loss}")
+                answer = self._finishes if self._held else self._saves
+                _print_line(f"{name}: {answer or 'stopping'}; a second {name} ends at once{self._loss}")
                 is_second = True
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Delay SystemExit until the outermost block is done."""
+        """Delay SystemExit until the outermost block of held work is done.
+
+        Raises:
+            SystemExit: A signal came during the block, or another process of the run stops.
+        """
         self._held += 1
         try:
             yield
@@ -91,8 +118,13 @@ class Stop:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Within `held` work, allow SystemExit, also for an earlier signal."""
-        held, self._held = self._held, 0
+        """Allow SystemExit within `held` work, also for a signal that came earlier.
+
+        Raises:
+            SystemExit: A signal has come, or another process of the run stops.
+        """
+        held = self._held
+        self._held = 0
         try:
             if self.status is not None:
                 raise SystemExit(self.status)
@@ -101,7 +133,13 @@ class Stop:
             self._held = held
 
     def call(self) -> None:
-        """Stop as after a first signal, for another process of the run; after a signal it does nothing."""
+        """Stop as after a first signal, because another process of the run stops.
+
+        It does nothing if this process stops already.
+
+        Raises:
+            SystemExit: There is no `held` work.
+        """
         if self.status is None:
             self.was_called = True
             self._stop(CALLED)
@@ -111,30 +149,42 @@ class Stop:
         self._stop(128 + number)
 
     def _stop(self, status: int) -> None:
-        first, self.status = self.status is None, status
-        if first and not self._held:
-            # The exception may come between the making of a coroutine and its hand-over to the event loop.
+        is_first = self.status is None
+        self.status = status
+        if is_first and not self._held:
+            # The exception may be raised after a coroutine is made and before the event loop has it.
             warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
             raise SystemExit(status)
 
 
-def _say(text: str) -> None:
-    """Write a line to standard error directly, over a progress bar."""
-    with suppress(OSError):  # its reader is gone
-        start = "\r\x1b[2K" if os.isatty(2) else ""
+def _print_line(text: str) -> None:
+    """Write a line to standard error directly, in place of a progress bar."""
+    # An OSError says that nobody reads standard error any more.
+    with suppress(OSError):
+        start = _CLEAR_LINE if os.isatty(2) else ""
         os.write(2, f"{start}{text}\n".encode())
 
 
 def start_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Run work in a thread of its own; `exit_process` ends the process before it is done."""
+    """Run work in a thread of its own, which does not keep the process from ending; see `exit_process`.
+
+    Args:
+        work: Function to run, in a copy of the current context.
+        *args: Positional arguments of the function.
+        **kwargs: Keyword arguments of the function.
+
+    Returns:
+        The future of the function's result or exception. It cannot be cancelled.
+    """
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # it cannot be cancelled from here on
+    # Running futures cannot be cancelled.
+    future.set_running_or_notify_cancel()
     context = contextvars.copy_context()
 
     def run() -> None:
         try:
             future.set_result(context.run(work, *args, **kwargs))
-        except BaseException as error:  # any error is passed to the caller
+        except BaseException as error:  # the future passes any error to the caller
             future.set_exception(error)
 
     threading.Thread(target=run, name=DAEMON_THREAD, daemon=True).start()
@@ -142,34 +192,44 @@ def start_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 async def await_in_daemon_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run work as `asyncio.to_thread`, but `start_daemon_thread`.
+    """Run work in a daemon thread and wait for its result.
 
-    A program of the device cannot be interrupted, and the threads of `to_thread` are joined at exit.
+    It replaces `asyncio.to_thread`, whose threads are joined at exit: a program on a device cannot be
+    interrupted, so that the process would have to wait for it. For the arguments see `start_daemon_thread`.
     """
     return await asyncio.wrap_future(start_daemon_thread(work, *args, **kwargs))
 
 
 def exit_process(status: str | int | None) -> NoReturn:
-    """End the process as `sys.exit`; if daemon threads still work after some seconds, without exit handlers.
+    """End the process as `sys.exit` does, but wait only some seconds for daemon threads.
 
-    Those of Python and JAX would wait for the device's program. The run has saved its state before.
+    If a daemon thread still works then, the process ends without exit handlers: those of Python and JAX would
+    wait for the program on the device. The run has saved its state before.
+
+    Args:
+        status: Exit status; None: 0; a text is printed on standard error, and the status is 1.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C ends without a traceback
+        # Another Ctrl-C ends the process without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     deadline = time.monotonic() + GRACE
-    working = [thread for thread in threading.enumerate() if thread.name == DAEMON_THREAD]
-    for thread in working:
+    daemon_threads = [thread for thread in threading.enumerate() if thread.name == DAEMON_THREAD]
+    for thread in daemon_threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if not any(thread.is_alive() for thread in working):
+    if not any(thread.is_alive() for thread in daemon_threads):
         sys.exit(status)
     if isinstance(status, str):
         sys.stderr.write(f"{status}\n")
-    exit_process_now(1 if isinstance(status, str) else status or 0)
+        number = 1
+    else:
+        number = status or 0
+    exit_process_now(number)
 
 
 def exit_process_now(status: int) -> NoReturn:
-    """End the process without exit handlers."""
+    """End the process with an exit status, without exit handlers."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or its reader is gone
+        # The stream may be closed, or nobody reads it any more.
+        with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)

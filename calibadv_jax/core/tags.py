@@ -14,24 +14,37 @@ from functools import cached_property
 
 from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, StopReason, TurnKind
 
-RESERVED = ("think", "information", "answer", "invalid", "unfinished")  # no action may have such a name
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")  # of an action
+# Names that no action may have.
+RESERVED = ("think", "information", "answer", "invalid", "unfinished")
+# The form of an action's name.
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The tags of the protocol with these actions; `may_be_empty`: actions that take an empty body."""
+    """The tags of the protocol with a given set of actions.
+
+    Attributes:
+        actions: Names of the actions.
+        may_be_empty: Names of the actions whose body may be empty.
+    """
 
     actions: tuple[str, ...] = SEARCH_ALONE
     may_be_empty: frozenset[str] = frozenset()
 
     @cached_property
     def tag_names(self) -> tuple[str, ...]:
+        """Names of all tags."""
         return ("think", *self.actions, "information", "answer")
 
     @cached_property
     def tags(self) -> tuple[str, ...]:
-        return tuple(f"<{slash}{name}>" for name in self.tag_names for slash in ("", "/"))
+        """All tags, each opening tag before its closing tag."""
+        tags = []
+        for name in self.tag_names:
+            tags.append(f"<{name}>")
+            tags.append(f"</{name}>")
+        return tuple(tags)
 
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
@@ -40,28 +53,37 @@ class Grammar:
 
     @cached_property
     def opens_action(self) -> re.Pattern[str]:
-        return re.compile(f"<({'|'.join((*self.actions, 'answer'))})>")
+        """Pattern of a tag that opens an action or an answer."""
+        names = "|".join((*self.actions, "answer"))
+        return re.compile(f"<({names})>")
 
     @cached_property
     def tag(self) -> re.Pattern[str]:
         """Pattern of a tag, written exactly."""
-        return re.compile(rf"(</?(?:{'|'.join(self.tag_names)})>)")
+        names = "|".join(self.tag_names)
+        return re.compile(rf"(</?(?:{names})>)")
 
     @cached_property
     def tag_like(self) -> re.Pattern[str]:
-        """Pattern of text that a reader, or a tokenizer that folds case and space, could take for a tag.
+        """Pattern of text that a reader, or a tokenizer that ignores case and space, could take for a tag.
 
-        It is possessive, so that hostile text costs linear time.
+        Its quantifiers are possessive, so that hostile text costs linear time.
         """
         names = "|".join(self.tag_names)
         return re.compile(rf"<(\s*+/?+\s*+(?:{names})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
 
 
+# The grammar of a policy whose only action is the search.
 SEARCH_GRAMMAR = Grammar()
-TAG_NAMES, TAGS, STOP_STRINGS = SEARCH_GRAMMAR.tag_names, SEARCH_GRAMMAR.tags, SEARCH_GRAMMAR.stop_strings
-OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
-OPEN_INFORMATION, CLOSE_INFORMATION = "\n\n<information>", "</information>\n\n"
-FIRST_DOCUMENT = 'Doc 1(Title: "'  # begins a list of documents; no neutralised text holds it
+TAG_NAMES = SEARCH_GRAMMAR.tag_names
+TAGS = SEARCH_GRAMMAR.tags
+STOP_STRINGS = SEARCH_GRAMMAR.stop_strings
+OPEN_THINK = "<think>"
+CLOSE_THINK = "</think>"
+OPEN_INFORMATION = "\n\n<information>"
+CLOSE_INFORMATION = "</information>\n\n"
+# Beginning of a list of documents, which no neutralised text contains.
+FIRST_DOCUMENT = 'Doc 1(Title: "'
 USAGE = " If I want to {purpose}, I should put the {argument} between <{name}> and </{name}>."
 ANSWER_USAGE = USAGE.format(purpose="give the final answer", argument="answer", name="answer")
 INVALID_TEMPLATE = "\nMy previous action is invalid.{usages} Let me try again.\n"
@@ -71,21 +93,34 @@ INVALID_ACTION = INVALID_TEMPLATE.format(
 QUERY_REFUSED = (
     "The search engine does not take this query. It may be too long: a short query of a few words works best."
 )
-NOTHING_FOUND = "No results found."  # observation of a search without documents
+# Observation of a search without documents.
+NOTHING_FOUND = "No results found."
 
-MAX_NESTING = 8  # rounds of `neutralise`; deeper nesting is hostile, and would take quadratic time
-# Of JSON: a pair of surrogates, a lone one (group 1), or another escape.
+# Rounds of `neutralise`. Deeper nesting is hostile, and would take quadratic time.
+MAX_NESTING = 8
+# Unicode categories of control, format and surrogate characters.
+_CONTROL_CATEGORIES = ("Cc", "Cf", "Cs")
+# An escape in JSON: a pair of surrogates, a lone surrogate (group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
-_OPEN_THINK = re.compile(r"<(think)>")
+_OPENS_THINK = re.compile(r"<(think)>")
 _DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
 _INVALID_NOTICE = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
 _REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
+# Punctuation and symbols, not letters, digits and space.
+_MARKS = re.compile(r"[^\w\s]+")
 _ACTION_REFUSAL = re.compile(r"(action\s+\w++\s+does\s+not)\s+take\s+this", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """Action or answer of one model segment."""
+    """Action or answer of a turn.
+
+    Attributes:
+        kind: Name of the action, "answer", "invalid" or "unfinished".
+        think: Text of the thought.
+        query: Body of the action; empty for other kinds.
+        answer: Text of the answer; empty for other kinds.
+    """
 
     kind: TurnKind
     think: str = ""
@@ -94,60 +129,95 @@ class ParsedTurn:
 
 
 def numbered(documents: Sequence[Document]) -> str:
-    """List neutralised documents for an observation; the last one loses the space at its end."""
-    lines = (f'Doc {n}(Title: "{shown.title}") {shown.text}' for n, shown in enumerate(documents, 1))
-    return "\n".join(lines).strip()
+    """Return the list of documents of an observation, numbered from 1.
+
+    Args:
+        documents: Neutralised documents, best first.
+
+    Returns:
+        A line or more for each document; space at the end of the last document is removed.
+    """
+    entries = []
+    for number, document in enumerate(documents, 1):
+        entries.append(f'Doc {number}(Title: "{document.title}") {document.text}')
+    return "\n".join(entries).strip()
 
 
 def refusal(name: str, reason: str) -> str:
-    """Return the observation of an action that refuses its body, for a neutralised reason."""
+    """Return the observation of an action that refuses its body.
+
+    Args:
+        name: Name of the action.
+        reason: Neutralised reason of the refusal.
+    """
     return f"The action {name} does not take this: {reason}"
 
 
 def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Neutralise all but a refusal at the beginning, which the environment itself writes."""
+    """Neutralise an observation, except for a refusal at its beginning, which the environment has written.
+
+    For the arguments see `neutralise`.
+    """
     if text == QUERY_REFUSED:
         return text
-    beginnings = (refusal(name, "") for name in grammar.actions)
-    beginning = next((start for start in beginnings if text.startswith(start)), "")
-    return beginning + neutralise(text[len(beginning) :], extra, grammar)
+    for name in grammar.actions:
+        beginning = refusal(name, "")
+        if text.startswith(beginning):
+            return beginning + neutralise(text.removeprefix(beginning), extra, grammar)
+    return neutralise(text, extra, grammar)
 
 
 def leaves_thought_open(opening: str) -> bool:
-    """Whether the policy continues a thought behind `opening`."""
+    """Return whether the policy continues a thought after the opening of a turn."""
     return opening.rfind(OPEN_THINK) > opening.rfind(CLOSE_THINK)
 
 
 def whole_turn(opening: str, text: str) -> str:
-    """Return a turn's text with its opening, which a new thought replaces if the opening closed its own."""
+    """Return the text of a turn together with its opening.
+
+    If the opening holds a closed thought and the policy begins a new thought, the opening is left out.
+
+    Args:
+        opening: The environment's text before the turn.
+        text: The policy's text.
+    """
     if CLOSE_THINK in opening and text.lstrip().startswith(OPEN_THINK):
         return text
     return opening + text
 
 
 def behind_opening(opening: str, text: str) -> str:
-    """Return the policy's part of a whole turn's text behind `opening`."""
+    """Return the policy's part of the text of a turn, without the tag <think> if the opening holds it."""
     return text.removeprefix(OPEN_THINK) if leaves_thought_open(opening) else text
 
 
 def with_open_tag(text: str) -> str:
-    """Return a turn's text with the tag <think> where only the closing one is there: the opening held it."""
-    before, closing, _ = text.partition(CLOSE_THINK)
-    return OPEN_THINK + text if closing and OPEN_THINK not in before else text
+    """Return a turn's text with the tag <think> that the opening held, if only the closing tag is there."""
+    thought, closing_tag, _ = text.partition(CLOSE_THINK)
+    lacks_opening_tag = closing_tag and OPEN_THINK not in thought
+    return OPEN_THINK + text if lacks_opening_tag else text
 
 
 def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRAMMAR) -> ParsedTurn:
-    """Return the first closed action of a `whole_turn` without its end-of-text token, as Search-R1 does.
+    """Return the first closed action or answer of a turn, as Search-R1 does.
 
     An action inside the thought is executed too: sampling stops at its closing tag, and the reward judges
-    the format. Text after the closing tag is ignored: the last sampled token may carry some. An action with
-    a protocol tag in its body is invalid, and so is an empty one unless it may be empty; an empty answer is
-    one. Without an action, a segment is unfinished after "length" and "abort", else invalid.
+    the format. Text after the closing tag is ignored, since the last sampled token may contain some. An
+    action with a protocol tag in its body is invalid. An action with an empty body is invalid unless the
+    grammar allows it; an empty answer is an answer.
+
+    Args:
+        text: A turn with its opening (see `whole_turn`), without the end-of-text token.
+        stop_reason: Why sampling ended. A turn without an action is "unfinished" after "length" and "abort",
+            otherwise "invalid".
+        grammar: Tags of the actions.
     """
-    _, think = _first_closed(_OPEN_THINK, text) or ("", "")
+    thought = _first_closed(_OPENS_THINK, text)
+    think = thought[1] if thought else ""
     action = _first_closed(grammar.opens_action, text)
     if action is None:
-        return ParsedTurn("unfinished" if stop_reason in ("length", "abort") else "invalid", think)
+        was_cut_off = stop_reason in ("length", "abort")
+        return ParsedTurn("unfinished" if was_cut_off else "invalid", think)
     kind, body = action
     if grammar.tag.search(body):
         return ParsedTurn("invalid", think)
@@ -159,11 +229,18 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
 
 
 def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None:
-    """Return name and stripped body of the first closed element; in linear time, unlike a lazy pattern."""
+    """Return the name and the stripped body of the first closed element; None if there is none.
+
+    `opening` matches an opening tag, with its name as group 1. The search takes linear time, in contrast to a
+    pattern of the whole element.
+    """
     unclosed: set[str] = set()
     for tag in opening.finditer(text):
-        name, start = tag.group(1), tag.end()
-        end = -1 if name in unclosed else text.find(f"</{name}>", start)
+        name = tag.group(1)
+        if name in unclosed:
+            continue
+        start = tag.end()
+        end = text.find(f"</{name}>", start)
         if end >= 0:
             return name, text[start:end].strip()
         unclosed.add(name)
@@ -171,77 +248,105 @@ def _first_closed(opening: re.Pattern[str], text: str) -> tuple[str, str] | None
 
 
 def split_at_tags(text: str, grammar: Grammar = SEARCH_GRAMMAR) -> list[str]:
-    """Split into text, tag, text, …, text: the pieces at odd places are protocol tags, written exactly."""
+    """Split a text at its protocol tags into text, tag, text, …, text: the pieces of odd index are tags."""
     return grammar.tag.split(text)
 
 
 def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Return why a segment, with its opening, is not exactly a thought and the element of its kind, if so.
+    """Return why a turn is not exactly a thought and then the element of its kind; "" if it is.
 
-    `kind` is as `parse_turn` gives it; "invalid" and "unfinished" always have a flaw.
+    Args:
+        text: A turn with its opening; see `whole_turn`.
+        kind: Kind of the turn, from `parse_turn`. Kinds "invalid" and "unfinished" always have a flaw.
+        grammar: Tags of the actions.
     """
+    # Names of the elements, in order, and the name of the element that is open.
     names: list[str] = []
     opened = ""
-    *pieces, ending = split_at_tags(text, grammar)
-    for before, tag in zip(pieces[::2], pieces[1::2], strict=True):
-        if opened and tag != f"</{opened}>":
-            return f"<{opened}> is not closed before {tag}"
-        if not opened and tag.startswith("</"):
+    has_action = grammar.opens_action.search(text) is not None
+    *pieces, text_after = split_at_tags(text, grammar)
+    for text_before, tag in zip(pieces[::2], pieces[1::2], strict=True):
+        if opened:
+            if tag != f"</{opened}>":
+                return f"<{opened}> is not closed before {tag}"
+            opened = ""
+            continue
+        if tag.startswith("</"):
             return f"{tag} closes nothing"
-        if not opened and before.strip():
-            return f"text before {tag}" if grammar.opens_action.search(text) else _no_action(grammar)
-        if not opened:
-            names.append(tag.strip("<>"))
-        opened = "" if opened else names[-1]
+        if text_before.strip():
+            return f"text before {tag}" if has_action else _no_action(grammar)
+        opened = tag.strip("<>")
+        names.append(opened)
     if opened:
         return f"<{opened}> is not closed"
-    if ending.strip():
-        has_action = grammar.opens_action.search(text)
+    if text_after.strip():
         return f"text after </{names[-1]}>" if has_action else _no_action(grammar)
+    return _flaw_of_elements(names, kind, grammar)
+
+
+def _flaw_of_elements(names: Sequence[str], kind: TurnKind, grammar: Grammar) -> str:
+    """Return why the elements of a turn, by their names, are not a thought and its action; "" if they are."""
     actions = [f"<{name}>" for name in names if name != "think"]
     if names == ["think", kind]:
         return ""
     if "information" in names:
         return "<information> is for the environment alone"
-    if len(actions) != 1:
-        return f"{len(actions)} actions: {', '.join(actions)}" if actions else _no_action(grammar)
+    if not actions:
+        return _no_action(grammar)
+    if len(actions) > 1:
+        return f"{len(actions)} actions: {', '.join(actions)}"
     if names[0] != "think" or len(names) > 2:
         return f"not exactly one <think> before {actions[0]}"
-    return f"{actions[0]} is empty" if kind == "invalid" else f"{actions[0]} in a turn of kind {kind}"
+    if kind == "invalid":
+        return f"{actions[0]} is empty"
+    return f"{actions[0]} in a turn of kind {kind}"
 
 
 def _no_action(grammar: Grammar) -> str:
-    tags = (f"<{name}>" for name in (*grammar.actions, "answer"))
+    tags = [f"<{name}>" for name in (*grammar.actions, "answer")]
     return f"no action: none of {', '.join(tags)}"
 
 
 def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Return untrusted text without anything that could be taken for the protocol; idempotent.
+    """Return untrusted text without anything that could be taken for the protocol.
 
-    Angle brackets of tags become square brackets; headers of documents and notices of invalid or refused
-    actions lose their exact form; every string of `extra`, the tokenizer's control tokens
-    (`rollout.observation.added_token_strings`), but blank ones is broken up. Text that is nested
-    deeper than MAX_NESTING loses all punctuation.
+    Angle brackets of tags become square brackets. Headers of documents and notices of invalid or refused
+    actions lose their exact form. Control tokens are broken up. Text that is nested deeper than MAX_NESTING
+    loses all punctuation. Neutralised text is not changed again.
+
+    Args:
+        text: Text of a question, a document, or an action.
+        extra: The tokenizer's control tokens (`rollout.observation.added_token_strings`); blank ones stay.
+        grammar: Tags of the actions.
     """
-    text, rounds = well_formed(text), 0
-    while True:  # a replacement can create a new match: repeat until nothing changes
-        cleaned = grammar.tag_like.sub(_defused, text)
-        cleaned = _DOC_HEADER.sub(r"\1 [\2]:", cleaned)
-        cleaned = _INVALID_NOTICE.sub("my earlier action was invalid", cleaned)
-        cleaned = _REFUSAL.sub(r"\1 accept a query", cleaned)
-        if grammar.actions != SEARCH_ALONE:
-            cleaned = _ACTION_REFUSAL.sub(r"\1 accept this", cleaned)
-        present = [token for token in extra if token in cleaned and token.strip()]
-        for token in sorted(present, key=lambda token: (-len(token), token)):
-            cleaned = cleaned.replace(token, _broken(token))
+    text = well_formed(text)
+    rounds = 0
+    # A replacement can create a new match: repeat until nothing changes.
+    while True:
+        cleaned = _replace_forgeries(text, extra, grammar)
         if cleaned == text:
             return text
         rounds += 1
-        text = cleaned if rounds < MAX_NESTING else re.sub(r"[^\w\s]+", " ", cleaned)
+        text = cleaned if rounds < MAX_NESTING else _MARKS.sub(" ", cleaned)
+
+
+def _replace_forgeries(text: str, extra: Collection[str], grammar: Grammar) -> str:
+    """Replace everything in a text that could be taken for the protocol, once."""
+    text = grammar.tag_like.sub(_with_square_bracket, text)
+    text = _DOC_HEADER.sub(r"\1 [\2]:", text)
+    text = _INVALID_NOTICE.sub("my earlier action was invalid", text)
+    text = _REFUSAL.sub(r"\1 accept a query", text)
+    if grammar.actions != SEARCH_ALONE:
+        text = _ACTION_REFUSAL.sub(r"\1 accept this", text)
+    tokens = [token for token in extra if token in text and token.strip()]
+    # The longest token comes first, since a token may be part of another.
+    for token in sorted(tokens, key=lambda token: (-len(token), token)):
+        text = text.replace(token, _broken_up(token))
+    return text
 
 
 def well_formed(text: str) -> str:
-    """Replace lone surrogates, which JSON may hold and which tokenizers and files refuse."""
+    """Replace lone surrogates, which JSON may contain and which tokenizers and files refuse, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -251,25 +356,35 @@ def well_formed(text: str) -> str:
 
 def well_formed_json(body: bytes) -> bytes:
     """Replace lone surrogates and bytes that are not UTF-8 in JSON, which parsers refuse, by U+FFFD."""
-    return _ESCAPE.sub(
-        lambda escape: rb"\ufffd" if escape[1] else escape[0], body.decode(errors="replace").encode()
-    )
+    utf8_body = body.decode(errors="replace").encode()
+    return _ESCAPE.sub(_without_lone_surrogate, utf8_body)
+
+
+def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if escape[1] else escape[0]
 
 
 def printable(text: str) -> str:
-    """Return one line without control characters."""
+    """Return a text as one line without control characters."""
     line = " ".join(text.split())
-    return "".join(letter for letter in line if unicodedata.category(letter) not in ("Cc", "Cf", "Cs"))
+    letters = [letter for letter in line if unicodedata.category(letter) not in _CONTROL_CATEGORIES]
+    return "".join(letters)
 
 
-def _defused(tag: re.Match[str]) -> str:
+def _with_square_bracket(tag: re.Match[str]) -> str:
+    """Return a match of `Grammar.tag_like` with square brackets in place of angle brackets."""
     name, attributes = tag.groups()
-    return f"[{name}" if attributes is None else f"[{name}{attributes}]"
+    if attributes is None:
+        # The tag has no closing bracket.
+        return f"[{name}"
+    return f"[{name}{attributes}]"
 
 
-def _broken(token: str) -> str:
+def _broken_up(token: str) -> str:
     """Return the token's words without its marks, or its letters with spaces between if it is only words."""
     words = " ".join(re.findall(r"\w+", token)) or " "
     if token not in words:
         return words
-    return " ".join(token) if len(token) > 1 else " "
+    if len(token) == 1:
+        return " "
+    return " ".join(token)

@@ -1,47 +1,72 @@
 """The values that flow between the stages: questions, turns, trajectories, groups.
 
-Spans (which tokens were sampled, which the environment appended) come from the agent loop, never from text.
+The agent loop knows which tokens were sampled and which tokens the environment appended. Text is never parsed
+to find that out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-SEARCH_ALONE = ("search",)  # names of the actions that are on by default
+# Names of the actions that are on by default.
+SEARCH_ALONE = ("search",)
+# Kinds of turns without an action.
 NO_ACTIONS = ("answer", "invalid", "unfinished")
-TurnKind = str  # one of NO_ACTIONS, or the name of an action
+# One of NO_ACTIONS, or the name of an action.
+TurnKind = str
 StopReason = Literal["stop", "eos", "length", "abort"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message of the prompt that a row of data carries."""
+    """A message of the prompt that a row of data holds.
+
+    Attributes:
+        role: "system", "user" or "assistant".
+        parts: The message's text, split at the question's text.
+    """
 
     role: str
-    parts: tuple[str, ...]  # the question's text stands between them
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with at least one accepted answer."""
+    """A question with at least one accepted answer.
+
+    Attributes:
+        id: Id, unique among the questions of a run.
+        text: The question.
+        golden_answers: Accepted answers.
+        data_source: Data set that the question comes from, such as "nq".
+        supporting_ids: Corpus ids of the passages that are known to answer the question; may be empty.
+        prompt: Prompt of the question's row, which prompt.template "from_data" uses; empty: it has none.
+    """
 
     id: str
     text: str
     golden_answers: tuple[str, ...]
     data_source: str
-    supporting_ids: tuple[str, ...] = ()  # corpus ids of the passages known to answer it; may be empty
-    prompt: tuple[Message, ...] = ()  # used if prompt.template is "from_data"; empty: the row has none
+    supporting_ids: tuple[str, ...] = ()
+    prompt: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
 class Document:
-    """A retrieved passage, neutralised, as the policy reads it."""
+    """A retrieved passage, neutralised, as the policy reads it.
 
-    id: str  # in the corpus; its identity in the silver set
+    Attributes:
+        id: Id in the corpus, by which the silver set holds the document.
+        title: Title of the passage.
+        text: Text of the passage.
+        score: Score of the index or the reranker, higher is better; None: the service gives none.
+    """
+
+    id: str
     title: str
     text: str
     score: float | None = None
@@ -49,52 +74,82 @@ class Document:
 
 @dataclass
 class Turn:
-    """One model segment and the observation after it."""
+    """Sampled tokens up to an action or an answer, and the observation after them.
+
+    Attributes:
+        kind: Name of the action, "answer", "invalid" or "unfinished".
+        token_ids: int32 [N], the sampled tokens.
+        logprobs: float32 [N], their log-probabilities under the sampler's policy, in nats.
+        text: The decoded sampled tokens, without the end-of-text token.
+        think: Text of the thought.
+        query: Body of the action; empty for turns without one.
+        answer: Text of the answer; empty for turns of another kind.
+        documents: Documents in the order in which the policy read them; empty unless an action was executed.
+        is_refused: Whether the action refused its body; the observation then says so.
+        observation_ids: int32 [M], the tokens of the observation.
+        observation_text: Text of the observation.
+        stop_reason: Why sampling ended.
+        policy_versions: Versions of the policy that sampled the tokens.
+        golden_logprobs: "current" or "initial" (a policy) -> the golden answer's mean token log-probability
+            before this turn, in nats; see `contrib.probe`.
+        values: float32 [N], the critic's value before each sampled token; None: there is no critic.
+    """
 
     kind: TurnKind
-    token_ids: np.ndarray  # int32 [N], as sampled
-    logprobs: np.ndarray  # float32 [N], of the sampled tokens under the sampler's policy
-    text: str = ""  # decoded sampled tokens, end-of-text token removed
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    text: str = ""
     think: str = ""
-    query: str = ""  # body of its action
-    answer: str = ""  # kind "answer" only
-    documents: tuple[Document, ...] = ()  # in the order shown; empty unless an action was executed
-    is_refused: bool = False  # the action refused the query; the observation says so
-    observation_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [M]
+    query: str = ""
+    answer: str = ""
+    documents: tuple[Document, ...] = ()
+    is_refused: bool = False
+    observation_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     observation_text: str = ""
     stop_reason: StopReason = "stop"
     policy_versions: tuple[int, ...] = ()
-    # By policy, "current" or "initial": the golden answer's mean token log-probability before this turn.
     golden_logprobs: dict[str, float] = field(default_factory=dict)
-    # float32 [N], the critic's values before each sampled token; None: there is no critic.
     values: np.ndarray | None = None
 
     @property
     def is_action(self) -> bool:
+        """Whether the turn has an action."""
         return self.kind not in NO_ACTIONS
-
-
-def _joined(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
 @dataclass
 class Trajectory:
-    """One attempt at a question. Its response is all turns concatenated, without the prompt."""
+    """One attempt at a question. Its response is all turns concatenated, without the prompt.
+
+    Attributes:
+        question: The question.
+        prompt_ids: int32 [P], the tokens of the prompt.
+        turns: The turns, in order.
+        index: Position within the group, from 0.
+        seconds: Seconds from the first prompt to the end, searches and weight swaps included.
+        error: One line, "SERVICE: reason", if the trajectory has failed; otherwise None.
+        format_valid: Format validity; set by the reward stage.
+        answer_score: Answer reward x format validity - penalty; set by the reward stage.
+        metrics: Name -> value, such as em, f1 and cover_em; set by the reward stage.
+        opening: The environment's text before every turn: "<think>", or nothing.
+        actions: Names of the actions that were on.
+        first_opening: Opening of the first turn, if the prompt opens it in another way; otherwise None.
+        max_score: Largest answer reward of the config; set by the reward stage.
+    """
 
     question: Question
-    prompt_ids: np.ndarray  # int32 [P]
+    prompt_ids: np.ndarray
     turns: list[Turn] = field(default_factory=list)
-    index: int = 0  # position within its group
-    seconds: float = 0.0  # from its first prompt to its end, searches and weight swaps included
-    error: str | None = None  # one line, "SERVICE: reason", if it has failed
-    format_valid: bool = False  # set by the reward stage
-    answer_score: float = 0.0  # answer reward x format validity - penalty, set by the reward stage
-    metrics: dict[str, float] = field(default_factory=dict)  # em, f1, cover_em, …
-    opening: str = ""  # the environment's text before every turn: <think>, or nothing
-    actions: tuple[str, ...] = SEARCH_ALONE  # names of the actions that were on
-    first_opening: str | None = None  # opening of the first turn, if the prompt opens it in another way
-    max_score: float = 1.0  # largest answer reward of the config, set by the reward stage
+    index: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    format_valid: bool = False
+    answer_score: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    opening: str = ""
+    actions: tuple[str, ...] = SEARCH_ALONE
+    first_opening: str | None = None
+    max_score: float = 1.0
 
     @property
     def relative_score(self) -> float:
@@ -103,57 +158,88 @@ class Trajectory:
 
     def opening_of(self, number: int) -> str:
         """Return the environment's text before a turn, counted from 0."""
-        return self.opening if number or self.first_opening is None else self.first_opening
+        if number == 0 and self.first_opening is not None:
+            return self.first_opening
+        return self.opening
 
     @property
     def response_ids(self) -> np.ndarray:
         """int32 [T]: sampled and observation tokens of all turns, in order."""
-        pairs = ((turn.token_ids, turn.observation_ids) for turn in self.turns)
-        return _joined((part for pair in pairs for part in pair), np.int32)
+        arrays = []
+        for turn in self.turns:
+            arrays.append(turn.token_ids)
+            arrays.append(turn.observation_ids)
+        return _concatenate(arrays, np.int32)
 
     @property
     def mask(self) -> np.ndarray:
         """bool [T]: True where the policy sampled the token."""
-        lengths = ((len(turn.token_ids), len(turn.observation_ids)) for turn in self.turns)
-        return _joined((part for n, m in lengths for part in (np.ones(n, bool), np.zeros(m, bool))), bool)
+        arrays = []
+        for turn in self.turns:
+            arrays.append(np.ones(len(turn.token_ids), bool))
+            arrays.append(np.zeros(len(turn.observation_ids), bool))
+        return _concatenate(arrays, bool)
 
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [T]: the sampler's log-probabilities; 0 on observation tokens."""
-        pairs = ((turn.logprobs, np.zeros(len(turn.observation_ids))) for turn in self.turns)
-        return _joined((part for pair in pairs for part in pair), np.float32)
+        arrays = []
+        for turn in self.turns:
+            arrays.append(turn.logprobs)
+            arrays.append(np.zeros(len(turn.observation_ids)))
+        return _concatenate(arrays, np.float32)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Versions of the policy that sampled it, ascending."""
-        return tuple(sorted({version for turn in self.turns for version in turn.policy_versions}))
+        """Versions of the policy that sampled the trajectory, ascending."""
+        versions: set[int] = set()
+        for turn in self.turns:
+            versions.update(turn.policy_versions)
+        return tuple(sorted(versions))
 
     @property
     def num_searches(self) -> int:
+        """Number of search turns."""
         return sum(turn.kind == "search" for turn in self.turns)
 
     @property
     def answer(self) -> str | None:
         """Text of the answer turn, or None if the trajectory never answered."""
-        last = self.turns[-1] if self.turns else None
-        return last.answer if last is not None and last.kind == "answer" else None
+        if not self.turns or self.turns[-1].kind != "answer":
+            return None
+        return self.turns[-1].answer
+
+
+def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Return the arrays joined as `dtype`; without any, an empty array."""
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
 
 
 @dataclass
 class Group:
-    """All trajectories of one question in one step: the unit of GRPO's normalisation."""
+    """All trajectories of one question in one step: the unit of GRPO's normalisation.
+
+    Attributes:
+        question: The question.
+        trajectories: Trajectories that have finished.
+        failed: Trajectories that have failed, and are neither scored nor trained.
+    """
 
     question: Question
     trajectories: list[Trajectory]
-    failed: list[Trajectory] = field(default_factory=list)  # not finished: neither scored nor trained
+    failed: list[Trajectory] = field(default_factory=list)
 
     @staticmethod
     def of(question: Question, attempts: Iterable[Trajectory]) -> Group:
-        """Group all attempts; those with an `error` have failed."""
-        parts: tuple[list[Trajectory], list[Trajectory]] = ([], [])
+        """Return the group of all attempts at a question; an attempt with an `error` has failed."""
+        finished: list[Trajectory] = []
+        failed: list[Trajectory] = []
         for attempt in attempts:
-            parts[attempt.error is not None].append(attempt)
-        return Group(question, *parts)
+            if attempt.error is None:
+                finished.append(attempt)
+            else:
+                failed.append(attempt)
+        return Group(question, finished, failed)
 
     @property
     def attempts(self) -> list[Trajectory]:

@@ -1,4 +1,4 @@
-"""A function of the user's own, named in a config as ``package.module:function``."""
+"""Functions of the user's own, named in a config as ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -17,57 +17,81 @@ from calibadv_jax.core.errors import UserError, one_line
 
 ADDRESS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
-_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")  # beginnings of file names
+# Beginnings of the file names of code that is not the user's: this package, Python and installed packages,
+# and generated code such as <string>.
+_FOREIGN_CODE = (
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    "<",
+)
 
 
 def failure(error: BaseException) -> str:
     """Return an error of the user's code as one line: ``TypeError: bad operand (my_reward.py:12)``.
 
-    The place is the innermost line outside this package, Python and installed packages.
+    The place is the innermost line of the user's own code. It is left out if there is none.
     """
-    message, place = one_line(error) if str(error) else "", ""
+    message = one_line(error) if str(error) else ""
+    place = ""
     if isinstance(error, SyntaxError):
-        message, place = error.msg, f"{error.filename}:{error.lineno}"
+        message = error.msg
+        place = f"{error.filename}:{error.lineno}"
     for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(_NOT_THE_USERS):
+        if not frame.filename.startswith(_FOREIGN_CODE):
             place = f"{frame.filename}:{frame.lineno}"
-    return f"{type(error).__name__}: {message}".removesuffix(": ") + (f" ({place})" if place else "")
+    text = f"{type(error).__name__}: {message}".removesuffix(": ")
+    return f"{text} ({place})" if place else text
 
 
 def is_address(name: str) -> bool:
+    """Return whether a text has the form ``package.module:function``."""
     return ADDRESS.fullmatch(name) is not None
 
 
 def load_optional(name: str) -> ModuleType:
-    """Import a module of ``calibadv_jax.contrib`` that a config key needs, such as ``judge``."""
+    """Import a module of ``calibadv_jax.contrib`` by its name, such as ``judge``."""
     return importlib.import_module(f"calibadv_jax.contrib.{name}")
 
 
-@functools.cache  # every step calls it
+# Cached, since every training step calls it.
+@functools.cache
 def import_user_function(
     address: str, key: str, parameters: tuple[str, ...], expected: str
 ) -> Callable[..., Any]:
-    """Import a function of the user's own; `expected` is its signature, for messages.
+    """Import a function of the user's own.
 
-    Raises UserError if the module cannot be imported, has no such function, or it does not take `parameters`,
-    its arguments by position.
+    Args:
+        address: ``package.module:function``.
+        key: Config key that names the function, for messages.
+        parameters: Names of the arguments that the function has to take, by position.
+        expected: Signature of the function, for messages.
+
+    Raises:
+        UserError: The module cannot be imported or has no such function, or the function does not take the
+            arguments.
     """
     module_name, _, name = address.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module of the user's own may raise anything
+        advice = "correct it"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        is_absent = missing and f"{module_name}.".startswith(f"{missing}.")
-        advice = "PYTHONPATH must name the folder that holds it" if is_absent else "correct it"
-        fault = f"importing {module_name} failed: {failure(error)}"
-        raise UserError(f"{key} is {address}, but {fault}; {advice}") from error
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            # The module itself or one of its packages is missing, and not a module that it imports.
+            advice = "PYTHONPATH must name the folder that holds it"
+        raise UserError(
+            f"{key} is {address}, but importing {module_name} failed: {failure(error)}; {advice}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{key} is {address}, but {module_name} has no function {name}; expected: {expected}")
     try:
         inspect.signature(function).bind(*parameters)
     except (TypeError, ValueError) as error:
-        fault = f"it cannot be called with ({', '.join(parameters)}): {error}"
-        raise UserError(f"{key} is {address}, but {fault}; expected: {expected}") from error
+        raise UserError(
+            f"{key} is {address}, but it cannot be called with ({', '.join(parameters)}): {error}; "
+            f"expected: {expected}"
+        ) from error
     return function

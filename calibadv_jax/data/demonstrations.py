@@ -1,4 +1,4 @@
-"""Demonstrations for the cold start; read from JSON Lines of turns in our layout, or of chat messages."""
+"""Demonstrations for the cold start, read from files of turns in our layout or of chat messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,13 +17,20 @@ from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question
 
-# Key of a row's messages -> the keys of role and text in each: OpenAI's names and ShareGPT's.
+# Key of a row's messages -> the keys of role and text in each message: OpenAI's names, and ShareGPT's.
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+# Name of a role in published chats -> role.
 ROLES = {
     "system": "system",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt"), "assistant"),
-    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
 }
 _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')
@@ -31,31 +38,56 @@ _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')
 
 @dataclass(frozen=True)
 class DemoTurn:
-    """A turn that the policy should write, and the reply of the retriever."""
+    """A turn that the policy should write, and the observation after it.
+
+    Attributes:
+        text: What the policy should write.
+        documents: Documents of the retriever's reply.
+        trained: False: the turn is context only and has no loss.
+        observation: Text before the documents: the reply of a tool, or why it refused.
+    """
 
     text: str
     documents: tuple[Document, ...] = ()
-    trained: bool = True  # False: context only, not trained on
-    observation: str = ""  # shown before the documents: what a tool said, or why it refused
+    trained: bool = True
+    observation: str = ""
 
 
 @dataclass(frozen=True)
 class Demonstration:
+    """A question, and the turns that the policy should write for it."""
+
     question: Question
     turns: tuple[DemoTurn, ...]
 
 
-def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[Demonstration]:
-    """Read the rows of a file: a question's fields and ``turns``, or a chat's ``messages``.
+class _ChatMessage(NamedTuple):
+    """A message of a chat."""
 
-    Turns are ``{"text", "documents": [{"title", "text"}], "observation"}``. Raises UserError for a missing
-    file or a malformed row, with file and line.
+    role: str
+    text: str
+    is_trained: bool
+
+
+def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[Demonstration]:
+    """Read the demonstrations of a file.
+
+    Args:
+        path: File of rows with a question's fields and ``turns``, or with a chat's ``messages``. A turn is
+            ``{"text", "documents": [{"title", "text"}], "observation"}``.
+        grammar: Tags that the turns may hold.
+
+    Raises:
+        UserError: The file is missing or holds no demonstration, or a row is malformed; the message names
+            file and line.
     """
     demonstrations = []
     for where, row in read_rows(path, "demonstrations"):
-        key = next((name for name in CHATS if name in row), "turns")
-        parse = _parse_turns if key == "turns" else _parse_chat
-        demonstrations.append(parse(row, key, where, grammar))
+        chat_keys = [key for key in CHATS if key in row]
+        if chat_keys:
+            demonstrations.append(_parse_chat(row, chat_keys[0], where, grammar))
+        else:
+            demonstrations.append(_parse_turns(row, where, grammar))
     if not demonstrations:
         raise UserError(f"{path}: no demonstrations in it")
     return demonstrations
@@ -64,120 +96,178 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
 def split_off(
     demonstrations: Sequence[Demonstration], share: float, seed: int
 ) -> tuple[list[Demonstration], list[Demonstration]]:
-    """Split by question, `share` of them held out (at least one if above 0); UserError if none is left."""
-    texts = list(dict.fromkeys(each.question.text for each in demonstrations))
-    count = max(1, round(share * len(texts))) if share else 0
-    if count and count >= len(texts):
-        raise UserError(f"sft.held_out={share:g} takes all {len(texts)} questions of the file: lower it")
-    chosen = {texts[index] for index in np.random.default_rng(seed).permutation(len(texts))[:count]}
-    parts: tuple[list[Demonstration], list[Demonstration]] = ([], [])
+    """Split demonstrations by question into those to train on and those to hold out.
+
+    Args:
+        demonstrations: All demonstrations of a file.
+        share: Share of the questions to hold out, from 0 to 1; above 0 at least one question is held out.
+        seed: Seed of the choice.
+
+    Returns:
+        The demonstrations to train on, and the held-out ones, both in the order of the file.
+
+    Raises:
+        UserError: No question would be left to train on.
+    """
+    questions = list(dict.fromkeys(demonstration.question.text for demonstration in demonstrations))
+    num_held_out = max(1, round(share * len(questions))) if share else 0
+    if num_held_out and num_held_out >= len(questions):
+        raise UserError(f"sft.held_out={share:g} takes all {len(questions)} questions of the file: lower it")
+    order = np.random.default_rng(seed).permutation(len(questions))
+    held_out_questions = {questions[index] for index in order[:num_held_out]}
+    trained: list[Demonstration] = []
+    held_out: list[Demonstration] = []
     for demonstration in demonstrations:
-        parts[demonstration.question.text in chosen].append(demonstration)
-    return parts
+        if demonstration.question.text in held_out_questions:
+            held_out.append(demonstration)
+        else:
+            trained.append(demonstration)
+    return trained, held_out
 
 
-def _parse_turns(row: dict[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
-    turns = row.get(key)
+def _parse_turns(row: dict[str, Any], where: str, grammar: Grammar) -> Demonstration:
+    turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
-        fault = f"field 'turns' must be a non-empty list, got {turns!r}"
-        raise UserError(f"{where}: {fault}; or give 'messages' of a chat")
-    parsed = tuple(_parse_turn(turn, where, grammar) for turn in turns)
-    return Demonstration(parse_question(row, where), parsed)
+        raise UserError(
+            f"{where}: field 'turns' must be a non-empty list, got {turns!r}; or give 'messages' of a chat"
+        )
+    parsed_turns = tuple(_parse_turn(turn, where, grammar) for turn in turns)
+    return Demonstration(parse_question(row, where), parsed_turns)
 
 
 def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
-    if not isinstance(turn, dict) or not isinstance(turn.get("text"), str) or not turn["text"].strip():
+    text = turn.get("text") if isinstance(turn, dict) else None
+    if not isinstance(turn, dict) or not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: every turn needs a non-empty 'text', got {turn!r}")
-    _check_action(turn["text"], where, grammar)
+    _check_action(text, where, grammar)
     documents = turn.get("documents", [])
-    if not isinstance(documents, list) or not all(
-        isinstance(d, dict) and isinstance(d.get("title"), str) and isinstance(d.get("text"), str)
-        for d in documents
-    ):
+    if not isinstance(documents, list) or not all(map(_is_document, documents)):
         raise UserError(f"{where}: 'documents' must be a list of objects with 'title' and 'text'")
     observation = turn.get("observation", "")
     if not isinstance(observation, str):
         raise UserError(f"{where}: 'observation' must be a text, got {observation!r}")
-    shown = tuple(Document(str(d.get("id", d["title"])), d["title"], d["text"]) for d in documents)
-    return DemoTurn(well_formed(turn["text"]), shown, observation=observation)
+    shown_documents = []
+    for document in documents:
+        title = document["title"]
+        shown_documents.append(Document(str(document.get("id", title)), title, document["text"]))
+    return DemoTurn(well_formed(text), tuple(shown_documents), observation=observation)
+
+
+def _is_document(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("title"), str) and isinstance(value.get("text"), str)
 
 
 def _check_action(text: str, where: str, grammar: Grammar) -> None:
-    if parse_turn(text, "eos", grammar).kind == "invalid":
-        ways = [f"<{name}> {'query' if name == 'search' else '…'} </{name}>" for name in grammar.actions]
-        ways.append("<answer> answer </answer>")
-        raise UserError(f"{where}: a turn must hold {' or '.join(ways)}, got {text[:80]!r}")
+    if parse_turn(text, "eos", grammar).kind != "invalid":
+        return
+    valid_forms = []
+    for name in grammar.actions:
+        body = "query" if name == "search" else "…"
+        valid_forms.append(f"<{name}> {body} </{name}>")
+    valid_forms.append("<answer> answer </answer>")
+    raise UserError(f"{where}: a turn must hold {' or '.join(valid_forms)}, got {text[:80]!r}")
 
 
 def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
-    """Take messages before the assistant's first as the prompt, and others after it as observations."""
-    messages = _messages(row[key], key, where)
-    roles = [role for role, _, _ in messages]
+    """Return the demonstration of a chat.
+
+    The messages before the assistant's first message are the prompt. Messages of other roles after it are
+    observations.
+    """
+    messages = _parse_messages(row[key], key, where)
+    roles = [message.role for message in messages]
     if "assistant" not in roles:
         raise UserError(f"{where}: no message of an assistant in {key!r}; remove the row")
-    begin = roles.index("assistant")
-    turns: list[DemoTurn] = []
-    for number, (role, text, trained) in enumerate(messages[begin:], begin):
-        place = f"{where}: message {number + 1} of {key!r}"
-        if role == "system":
-            raise UserError(f"{place}: a system message inside the chat")
-        if role == "assistant":
-            if number > begin and roles[number - 1] == "assistant":
-                fault = f"{place}: two messages of the assistant follow each other"
-                raise UserError(f"{fault}; put what the search returned between them, or join them")
-            _check_action(text := text.strip(), place, grammar)
-            if not text.endswith(grammar.stop_strings):
-                advice = f"remove what follows the tag in {text[-60:]!r}"
-                raise UserError(f"{place}: the policy stops after its action; {advice}")
-            turns.append(DemoTurn(text, trained=trained))
-        else:
-            match = _INFORMATION.fullmatch(text)
-            observed = f"{turns[-1].observation}\n{(match.group(1) if match else text).strip()}".strip()
-            turns[-1] = replace(turns[-1], observation=observed)
-    text = _question_text(row, messages[:begin], key, where)
-    action = parse_turn(turns[-1].text, "eos", grammar)
+    num_prompt_messages = roles.index("assistant")
+    prompt = messages[:num_prompt_messages]
+    turns = _chat_turns(messages, num_prompt_messages, key, where, grammar)
+    question_text = _question_text(row, prompt, key, where)
+    last_action = parse_turn(turns[-1].text, "eos", grammar)
+    answer = last_action.answer or last_action.query or question_text
     question = {
         "id": where if row.get("id") is None else row["id"],
-        "question": text,
-        "golden_answers": row.get("golden_answers") or [action.answer or action.query or text],
+        "question": question_text,
+        "golden_answers": row.get("golden_answers") or [answer],
         "data_source": row.get("data_source") or "demonstrations",
-        "prompt": [{"role": role, "content": content} for role, content, _ in messages[:begin]],
+        "prompt": [{"role": message.role, "content": message.text} for message in prompt],
     }
-    return Demonstration(parse_question(question, where), tuple(map(_with_documents, turns)))
+    turns_with_documents = tuple(_with_documents(turn) for turn in turns)
+    return Demonstration(parse_question(question, where), turns_with_documents)
 
 
-def _messages(value: Any, key: str, where: str) -> list[tuple[str, str, bool]]:
-    """Return (role, text, whether it is trained) of every message."""
+def _chat_turns(
+    messages: Sequence[_ChatMessage], start: int, key: str, where: str, grammar: Grammar
+) -> list[DemoTurn]:
+    """Return the turns in the messages from index `start` on, which is the assistant's first message."""
+    turns: list[DemoTurn] = []
+    previous_role = ""
+    for number, message in enumerate(messages[start:], start + 1):
+        place = f"{where}: message {number} of {key!r}"
+        if message.role == "system":
+            raise UserError(f"{place}: a system message inside the chat")
+        if message.role == "assistant":
+            if previous_role == "assistant":
+                raise UserError(
+                    f"{place}: two messages of the assistant follow each other; "
+                    "put what the search returned between them, or join them"
+                )
+            text = message.text.strip()
+            _check_action(text, place, grammar)
+            if not text.endswith(grammar.stop_strings):
+                raise UserError(
+                    f"{place}: the policy stops after its action; "
+                    f"remove what follows the tag in {text[-60:]!r}"
+                )
+            turns.append(DemoTurn(text, trained=message.is_trained))
+        else:
+            information = _INFORMATION.fullmatch(message.text)
+            text = information.group(1) if information else message.text
+            observation = f"{turns[-1].observation}\n{text.strip()}".strip()
+            turns[-1] = replace(turns[-1], observation=observation)
+        previous_role = message.role
+    return turns
+
+
+def _parse_messages(value: Any, key: str, where: str) -> list[_ChatMessage]:
     role_key, text_key = CHATS[key]
+    items = value if isinstance(value, list) else []
     messages = []
-    for number, item in enumerate(value if isinstance(value, list) else [], 1):
+    for number, item in enumerate(items, 1):
         role = ROLES.get(str(item.get(role_key))) if isinstance(item, dict) else None
         if role is None or not isinstance(item.get(text_key), str):
-            form = f"an object with {role_key!r} ({', '.join(ROLES)}) and a text {text_key!r}"
-            fault = f"message {number} of {key!r} must be {form}, got {str(item)[:80]!r}"
-            raise UserError(f"{where}: {fault}; write a tool call as <search> query </search>")
-        messages.append((role, well_formed(item[text_key]), item.get("weight", 1) != 0))
+            raise UserError(
+                f"{where}: message {number} of {key!r} must be an object with {role_key!r} "
+                f"({', '.join(ROLES)}) and a text {text_key!r}, got {str(item)[:80]!r}; "
+                "write a tool call as <search> query </search>"
+            )
+        is_trained = item.get("weight", 1) != 0
+        messages.append(_ChatMessage(role, well_formed(item[text_key]), is_trained))
     if not messages:
         raise UserError(f"{where}: {key!r} must be a non-empty list, got {str(value)[:80]!r}")
     return messages
 
 
-def _question_text(
-    row: Mapping[str, Any], prompt: Sequence[tuple[str, str, bool]], key: str, where: str
-) -> Any:
+def _question_text(row: Mapping[str, Any], prompt: Sequence[_ChatMessage], key: str, where: str) -> Any:
+    """Return the row's own question, or else the question in the last message of the prompt."""
     if "question" in row:
         return row["question"]
-    if not prompt or prompt[-1][0] != "user":
+    if not prompt or prompt[-1].role != "user":
         raise UserError(f"{where}: {key!r}: the message before the assistant's first must be a user's")
-    text = prompt[-1][1]
-    return question_of(text, where) if text.count(MARKER) == 1 else text.strip()
+    text = prompt[-1].text
+    if text.count(MARKER) == 1:
+        return question_of(text, where)
+    return text.strip()
 
 
 def _with_documents(turn: DemoTurn) -> DemoTurn:
     """Parse documents out of an observation that lists them as the agent loop does."""
-    pieces = _DOCUMENT.split(turn.observation)
-    if pieces[0].strip() or len(pieces) == 1:
+    # The text before the first document, then a title and a text for each document.
+    before, *titles_and_texts = _DOCUMENT.split(turn.observation)
+    if before.strip() or not titles_and_texts:
         return turn
-    titles_and_texts = zip(pieces[1::2], pieces[2::2], strict=True)
-    documents = tuple(Document(title, title, text.strip()) for title, text in titles_and_texts)
-    return replace(turn, observation="", documents=documents)
+    documents = []
+    for title, text in zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True):
+        documents.append(Document(title, title, text.strip()))
+    return replace(turn, observation="", documents=tuple(documents))

@@ -1,5 +1,6 @@
-"""Find data files, and read their rows: JSON Lines, JSON array, TriviaQA's object, parquet, tsv, csv, gzip.
+"""Find data files, and read their rows.
 
+Formats: JSON Lines, a JSON array, TriviaQA's JSON object, parquet, tsv and csv; all but parquet also gzipped.
 The first bytes decide the format, not the name. Rows are read one by one: a file may exceed the memory.
 """
 
@@ -16,7 +17,7 @@ import re
 import sys
 import tokenize
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,52 +29,89 @@ from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError, one_line
 
 DataRow = dict[str, Any]
+# A file, a list of files, or data_source -> file.
 Sources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
-HEAD = 4096  # bytes that decide the format
-BATCH = 1024  # rows of a parquet file in memory at once
-# Columns of published parquet files that no layout reads, up to a megabyte a row: they come as None.
+# The first bytes of a parquet file and of a gzip file.
+PARQUET = b"PAR1"
+GZIP = b"\x1f\x8b"
+# Number of first bytes that decide the format.
+HEAD = 4096
+# Rows of a parquet file that are in memory at once.
+BATCH = 1024
+# Columns of published parquet files that no layout reads, with up to a megabyte a row. Their values are
+# replaced by None; their names still tell the layout.
 UNREAD = (
-    *("context", "document", "entity_pages", "evidences", "long_answer_candidates", "metadata"),
-    *("paragraphs", "question_decomposition", "search_results", "supporting_facts"),
+    "context",
+    "document",
+    "entity_pages",
+    "evidences",
+    "long_answer_candidates",
+    "metadata",
+    "paragraphs",
+    "question_decomposition",
+    "search_results",
+    "supporting_facts",
 )
-OPEN_LIST = re.compile(r"""\s*[\[{]\s*["'{]""")  # of texts, or of objects
-_ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)  # a NumPy array as text
-_WHOLE_FLOAT = re.compile(r"-?\d+\.0")
-_TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
+# The beginning of a list of texts or of objects, written as text.
+OPEN_LIST = re.compile(r"""\s*[\[{]\s*["'{]""")
 SPLITS = ("train", "training", "dev", "validation", "valid", "val", "test", "eval")
-# Word in a file's name -> data_source of Search-R1, FlashRAG and the paper.
-_NAMES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+# Word in a file's name -> data_source, as Search-R1, FlashRAG and the paper call it.
 DATA_SOURCES = {
-    **{name: name for name in _NAMES},
-    **{"natural": "nq", "trivia": "triviaqa", "hotpot": "hotpotqa"},
-    **dict.fromkeys(("2wiki", "2wikimultihop"), "2wikimultihopqa"),
+    "nq": "nq",
+    "natural": "nq",
+    "triviaqa": "triviaqa",
+    "trivia": "triviaqa",
+    "popqa": "popqa",
+    "hotpotqa": "hotpotqa",
+    "hotpot": "hotpotqa",
+    "2wikimultihopqa": "2wikimultihopqa",
+    "2wikimultihop": "2wikimultihopqa",
+    "2wiki": "2wikimultihopqa",
+    "musique": "musique",
+    "bamboogle": "bamboogle",
 }
+
+# A NumPy array, written as text.
+_ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)
+_WHOLE_FLOAT = re.compile(r"-?\d+\.0")
+# The beginning of TriviaQA's JSON object, whose key "Data" holds the rows.
+_TRIVIA = re.compile(rb'\s*\{\s*"Data"\s*:\s*\[')
 _SUFFIXES = re.compile(r"(\.(jsonl?|parquet|tsv|csv|gz))+$", re.IGNORECASE)
+_NO_WORD = re.compile(r"[^a-z0-9]+")
+_PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 def find_files(sources: Sources) -> Iterator[tuple[Path, str]]:
-    """Yield every file and the data_source of its rows: of `sources`, or by the file's name.
+    """Yield every file and the data_source of its rows.
 
-    The `sources` are a file, a list of files, or data_source -> file. A file is a path, a pattern such as
-    ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE`` or ``OWNER/NAME``, the only data file of
-    a dataset repository. Raises UserError if nothing is named, or there is no such file.
+    Args:
+        sources: A file, a list of files, or data_source -> file. A file is a path, a pattern such as
+            ``train-*.parquet``, ``hf://datasets/OWNER/NAME[@REVISION]/FILE``, or ``OWNER/NAME`` for the only
+            data file of a dataset repository.
+
+    Yields:
+        A path, and the data_source that `sources` names for it, or else the one in the file's name.
+
+    Raises:
+        UserError: No file is named, or there is no such file.
     """
     if isinstance(sources, str | Path):
         sources = [sources]
     if isinstance(sources, Mapping):
-        pairs = [(str(file), name) for name, file in sources.items()]
+        named_files = [(str(file), name) for name, file in sources.items()]
     else:
-        pairs = [(str(file), "") for file in sources]
-    if not pairs or not all(file for file, _ in pairs):
+        named_files = [(str(file), "") for file in sources]
+    has_empty_name = not all(file for file, _ in named_files)
+    if not named_files or has_empty_name:
         raise UserError("no question file: set data.train and data.eval")
-    for file, source in pairs:
+    for file, source in named_files:
         for path in _expand(file):
             yield path, source or source_of(path)
 
 
 def _expand(name: str) -> list[Path]:
+    """Return the files that a path, a pattern or the name of a dataset repository stands for."""
     if name.startswith(hub.DATASETS):
         return hub.fetch_data(name)
     if hub.is_repository(name):
@@ -87,20 +125,34 @@ def _expand(name: str) -> list[Path]:
 
 
 def source_of(path: Path) -> str:
-    """Return the data_source in the name of a file or of its folder: nq of ``nq/test.jsonl``."""
+    """Return the data_source in the name of a file or of its folder: nq of ``nq/test.jsonl``.
+
+    Without a known data_source it is the file's name, or the folder's for a name such as ``train-0.parquet``.
+    """
     stem = _SUFFIXES.sub("", path.name)
-    for name in (stem, path.parent.name):
-        for word in re.split(r"[^a-z0-9]+", name.lower()):
+    folder = path.parent.name
+    for name in (stem, folder):
+        for word in _NO_WORD.split(name.lower()):
             if word in DATA_SOURCES:
                 return DATA_SOURCES[word]
-    words = re.split(r"[^a-z0-9]+", stem.lower())
-    return (path.parent.name or stem) if words[0] in SPLITS else stem
+    first_word = _NO_WORD.split(stem.lower())[0]
+    if first_word in SPLITS:
+        return folder or stem
+    return stem
 
 
 def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[str, DataRow]]:
-    """Yield (place, row) of every row: ``file:line`` for lines of text, ``file row N`` otherwise, from 1.
+    """Yield the place and the content of every row.
 
-    Raises UserError if there is no such file of `contents`, it is not UTF-8 or broken, or a row is no object.
+    Args:
+        path: File of any supported format.
+        contents: What the file should hold, for messages.
+
+    Yields:
+        The place, ``file:line`` for lines of text and ``file row N`` otherwise, counted from 1; and the row.
+
+    Raises:
+        UserError: There is no such file, it is broken or not UTF-8, or a row is not an object.
     """
     path = Path(path)
     if not path.is_file():
@@ -108,119 +160,160 @@ def read_rows(path: str | Path, contents: str = "questions") -> Iterator[tuple[s
     with path.open("rb") as file:
         head = file.read(len(PARQUET))
     try:
-        with gzip.open(path) if head.startswith(GZIP) else path.open("rb") as opened:
-            rows = _parquet(path) if head == PARQUET else _text(path, cast(BinaryIO, opened))
+        with _open(path, is_gzip=head.startswith(GZIP)) as file:
+            rows = _parquet_rows(path) if head == PARQUET else _text_rows(path, file)
             for where, row in rows:
                 if not isinstance(row, dict):
                     raise UserError(f"{where}: expected a JSON object, got {type(row).__name__}")
                 yield where, row
     except UnicodeDecodeError as error:
-        fault = f"not UTF-8 text ({error.reason}) and no parquet"
-        raise UserError(f"{path}: {fault}; save it as UTF-8, or as parquet") from error
+        raise UserError(
+            f"{path}: not UTF-8 text ({error.reason}) and no parquet; save it as UTF-8, or as parquet"
+        ) from error
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken gzip file ({error}); copy it again") from error
 
 
-def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _open(path: Path, is_gzip: bool) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if is_gzip else path.open("rb")
+
+
+def _text_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of JSON or of a table; an empty file has none."""
     head = file.read(HEAD)
     file.seek(0)
-    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start == b"[":
-        yield from _array(path, file, "item")
+    first_byte = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if first_byte == b"[":
+        yield from _array_rows(path, file, "item")
     elif _TRIVIA.match(head):
-        yield from _array(path, file, "Data.item")
-    elif start == b"{":
-        yield from _lines(path, file)
-    elif start:
-        yield from _table(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        yield from _array_rows(path, file, "Data.item")
+    elif first_byte == b"{":
+        yield from _line_rows(path, file)
+    elif first_byte:
+        yield from _table_rows(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8-sig"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, too many brackets
-            fault = f"not valid JSON ({getattr(error, 'msg', error)})"
-            raise UserError(f"{where}: {fault}; each line is one object") from error
+        except (ValueError, RecursionError) as error:  # such as a number of 5,000 digits, too many brackets
+            reason = getattr(error, "msg", error)
+            raise UserError(f"{where}: not valid JSON ({reason}); each line is one object") from error
         yield where, row
 
 
-def _array(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Any]]:
+def _array_rows(path: Path, file: BinaryIO, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the items of an array; `prefix` is ijson's path to them, "item" or "Data.item"."""
     number = 0
     try:
         for number, row in enumerate(ijson.items(file, prefix, use_float=True), 1):
             yield f"{path} row {number}", row
     except ijson.JSONError as error:
+        # Python and pandas write NaN, which ijson refuses and json reads.
         file.seek(0)
         try:
-            rows = json.load(file)  # reads NaN, which Python and pandas write and ijson refuses
+            content = json.load(file)
         except (ValueError, RecursionError):
             raise UserError(f"{path}: not valid JSON ({one_line(error)}); copy it again") from error
-        rows = rows if prefix == "item" else rows["Data"]
-        for later, row in enumerate(rows[number:], number + 1):
-            yield f"{path} row {later}", row
+        rows = content if prefix == "item" else content["Data"]
+        for later_number, row in enumerate(rows[number:], number + 1):
+            yield f"{path} row {later_number}", row
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            batches = file.iter_batches(BATCH, columns=[name for name in names if name not in UNREAD])
-            rows = (row for batch in batches for row in batch.to_pylist())
-            for number, row in enumerate(rows, 1):
-                yield f"{path} row {number}", dict.fromkeys(names) | row
+            read_names = [name for name in names if name not in UNREAD]
+            empty_row = dict.fromkeys(names)
+            number = 0
+            for batch in file.iter_batches(BATCH, columns=read_names):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", empty_row | row
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: broken parquet file ({one_line(error)}); copy it again") from error
 
 
-def _table(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
+def _table_rows(path: Path, file: io.TextIOWrapper) -> Iterator[tuple[str, DataRow]]:
     """Read a table with a header, or DPR's two columns without one: question, Python list of answers."""
     csv.field_size_limit(sys.maxsize)
-    first = file.readline()
+    first_line = file.readline()
     file.seek(0)
-    reader = csv.reader(file, delimiter="\t" if "\t" in first else ",")
+    reader = csv.reader(file, delimiter="\t" if "\t" in first_line else ",")
     try:
-        header, rows = next(reader), cast(Iterator[list[str]], reader)
-        if is_dpr := len(header) == 2 and header[1].lstrip().startswith("["):
-            header, rows = ["question", "answers"], itertools.chain([header], reader)
-        for cells in filter(None, rows):
+        header = next(reader)
+        rows = cast(Iterator[list[str]], reader)
+        is_dpr = len(header) == 2 and header[1].lstrip().startswith("[")
+        if is_dpr:
+            rows = itertools.chain([header], reader)
+            header = ["question", "answers"]
+        for cells in rows:
+            if not cells:  # a blank line
+                continue
             where = f"{path}:{reader.line_num}"
             if len(cells) != len(header):
-                columns = f"{len(header)} columns ({', '.join(header)}), got {len(cells)}"
-                raise UserError(f"{where}: expected {columns}; correct the row")
+                raise UserError(
+                    f"{where}: expected {len(header)} columns ({', '.join(header)}), got {len(cells)}; "
+                    "correct the row"
+                )
             if is_dpr and parse_list(cells[1]) is None:
                 raise UserError(f"{where}: expected a list of answers, got {cells[1]!r}; correct the row")
-            yield where, {name: _cell(text) for name, text in zip(header, cells, strict=True)}
+            yield where, {name: _parse_cell(text) for name, text in zip(header, cells, strict=True)}
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not a table ({error}); correct the row") from error
 
 
-def _cell(text: str) -> str | bool | int:
-    """Return text, or a boolean or whole float as pandas or Excel writes it."""
+def _parse_cell(text: str) -> str | bool | int:
+    """Return a cell's text, or the boolean or whole number that pandas or Excel wrote as text."""
     if text in ("True", "TRUE", "true", "False", "FALSE", "false"):
         return text.lower() == "true"
-    return int(text[:-2]) if _WHOLE_FLOAT.fullmatch(text) else text
+    if _WHOLE_FLOAT.fullmatch(text):
+        return int(text[:-2])
+    return text
 
 
 def parse_list(text: str) -> list[Any] | None:
-    """Return the list of texts and numbers in a text of JSON, Python or NumPy; None if it is no such list."""
+    """Return the list that a text holds, as JSON, Python or NumPy write it.
+
+    Returns:
+        The list, if its items are texts, numbers, booleans and None; otherwise None.
+    """
     text = text.strip()
-    if array := _ARRAY.fullmatch(text):
+    array = _ARRAY.fullmatch(text)
+    if array:
         text = array.group(1)
     if text[:1] + text[-1:] not in ("[]", "()", "{}"):
         return None
-    for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(text)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            continue
-        kinds = {type(item) for item in value} if isinstance(value, list | tuple | set) else {object}
-        if kinds == {str} and read is ast.literal_eval:  # NumPy writes no commas: Python joins ['a' 'b']
-            tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-            return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
-        if kinds <= {str, int, float, bool, type(None)} and isinstance(value, list):
-            return value
+    json_value = _evaluated(json.loads, text)
+    if _is_plain_list(json_value):
+        return cast(list[Any], json_value)
+    python_value = _evaluated(ast.literal_eval, text)
+    if _holds_only_texts(python_value):
+        # NumPy writes no commas, so that Python joins the texts of ['a' 'b']: take them one by one.
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
+    if _is_plain_list(python_value):
+        return cast(list[Any], python_value)
     return None
+
+
+def _evaluated(read: Callable[[str], Any], text: str) -> Any:
+    """Return `read(text)`; None if the text has another form."""
+    try:
+        return read(text)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) in _PLAIN_TYPES for item in value)
+
+
+def _holds_only_texts(value: Any) -> bool:
+    is_filled_collection = isinstance(value, list | tuple | set) and bool(value)
+    return is_filled_collection and all(type(item) is str for item in value)

@@ -1,4 +1,4 @@
-"""The question pipeline: grain, endless, shuffled again in every epoch, mixed by weights, resumable."""
+"""The order of the training questions: endless, shuffled in every epoch, mixed by weights, resumable."""
 
 from __future__ import annotations
 
@@ -13,11 +13,22 @@ from calibadv_jax.core.trajectory import Question
 
 
 class QuestionIterator:
-    """Questions without end. The state counts questions: a resumed run may take another number a step.
+    """An iterator over the training questions that never ends.
 
-    `weights`: data_source -> its share of the questions, in any unit, with epochs of its own; empty: every
-    question once an epoch. A question whose mean score is below `rest_below` or above `rest_above` (1: none)
-    is skipped once.
+    Its state is the number of questions that were drawn, so that a resumed run may take another number of
+    questions per step.
+
+    Args:
+        questions: All training questions.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle the questions in every epoch.
+        weights: Share of each data_source in the questions, in any unit; each source then has epochs of its
+            own. Empty or None: every question once an epoch.
+        rest_below: A question whose mean score is lower is skipped once; 0: none.
+        rest_above: A question whose mean score is higher is skipped once; 1: none.
+
+    Raises:
+        UserError: `weights` does not name exactly the data sources of the questions.
     """
 
     def __init__(
@@ -35,7 +46,9 @@ class QuestionIterator:
         else:
             self._indices = _endless(range(len(self._questions)), seed, shuffle)
         self._drawn = 0
-        self._rest_below, self._rest_above = rest_below, rest_above
+        self._rest_below = rest_below
+        self._rest_above = rest_above
+        # Ids of the questions that will be skipped once.
         self._resting: set[str] = set()
 
     def _mixture(self, weights: Mapping[str, float], seed: int, shuffle: bool) -> grain.MapDataset:
@@ -43,10 +56,13 @@ class QuestionIterator:
         for index, question in enumerate(self._questions):
             by_source.setdefault(question.data_source, []).append(index)
         check_questions(self._questions, weights)
-        names = sorted(weights)
-        # Each source has a seed of its own: equal ones would shuffle sources of one length alike.
-        parts = [_endless(by_source[name], seed + number, shuffle) for number, name in enumerate(names)]
-        return grain.MapDataset.mix(parts, [weights[name] for name in names])
+        datasets = []
+        shares = []
+        for number, source in enumerate(sorted(weights)):
+            # Each source has a seed of its own: equal seeds would shuffle sources of the same length alike.
+            datasets.append(_endless(by_source[source], seed + number, shuffle))
+            shares.append(weights[source])
+        return grain.MapDataset.mix(datasets, shares)
 
     def __iter__(self) -> QuestionIterator:
         return self
@@ -61,40 +77,70 @@ class QuestionIterator:
 
     @property
     def resting(self) -> int:
+        """Number of questions that will be skipped once."""
         return len(self._resting)
 
     def note(self, question_id: str, scores: Sequence[float]) -> None:
-        """Record the scores of a trained question's trajectories, as shares of the largest reward."""
-        if scores:
-            mean = math.fsum(max(0.0, score) for score in scores) / len(scores)
-            if mean < self._rest_below or mean > self._rest_above and self._rest_above < 1:
-                self._resting.add(question_id)
+        """Record the scores of a question that was trained on, and skip it once if they are too low or high.
+
+        Args:
+            question_id: Id of the question.
+            scores: Score of each trajectory, as a share of the largest reward; negative scores count as 0.
+                Empty if all trajectories failed: the question is not skipped.
+        """
+        if not scores:
+            return
+        mean = math.fsum(max(0.0, score) for score in scores) / len(scores)
+        is_too_hard = mean < self._rest_below
+        is_too_easy = self._rest_above < 1 and mean > self._rest_above
+        if is_too_hard or is_too_easy:
+            self._resting.add(question_id)
 
     def get_state(self) -> dict[str, Any]:
         """Return the number of drawn questions, and the ids that will be skipped, as JSON values."""
-        return {"drawn": self._drawn} | ({"resting": sorted(self._resting)} if self._resting else {})
+        state: dict[str, Any] = {"drawn": self._drawn}
+        if self._resting:
+            state["resting"] = sorted(self._resting)
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called, with the same questions."""
-        self._drawn, self._resting = state["drawn"], set(state.get("resting", []))
+        self._drawn = state["drawn"]
+        self._resting = set(state.get("resting", []))
 
 
 def check_questions(questions: Sequence[Question], weights: Mapping[str, float], template: str = "") -> None:
-    """Refuse questions that do not fit data.weights (if any) and prompt.template with a UserError."""
+    """Refuse questions that do not fit the config.
+
+    Args:
+        questions: All training questions.
+        weights: data.weights; empty: the data sources are not checked.
+        template: prompt.template.
+
+    Raises:
+        UserError: `weights` does not name exactly the data sources of the questions, or the template is
+            "from_data" and a question has no prompt.
+    """
     sources = {question.data_source for question in questions}
     if weights and sources != weights.keys():
         raise UserError(
-            f"data.weights names {', '.join(sorted(weights))}, but data.train holds"
-            f" {', '.join(sorted(sources))}: give each of them one weight"
+            f"data.weights names {', '.join(sorted(weights))}, but data.train holds "
+            f"{', '.join(sorted(sources))}: give each of them one weight"
         )
-    bare = next((question for question in questions if not question.prompt), None)
-    if template == "from_data" and bare:
-        fault = "prompt.template is 'from_data', but its row has no 'prompt'"
-        raise UserError(f"question {bare.id!r}: {fault}; choose another template")
+    if template != "from_data":
+        return
+    for question in questions:
+        if not question.prompt:
+            raise UserError(
+                f"question {question.id!r}: prompt.template is 'from_data', but its row has no 'prompt'; "
+                "choose another template"
+            )
 
 
 def _endless(indices: Sequence[int], seed: int, shuffle: bool) -> grain.MapDataset:
+    """Return the indices repeated without end, in another order in every epoch if `shuffle` is set."""
     dataset = grain.MapDataset.source(indices).seed(seed)
     if shuffle:
         dataset = dataset.shuffle()
-    return dataset.repeat()  # reshuffles: the shuffle's seed depends on the epoch
+    # The seed of grain's shuffle depends on the epoch, so that repeat() shuffles again.
+    return dataset.repeat()

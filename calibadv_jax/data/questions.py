@@ -1,4 +1,4 @@
-"""Read questions from files of any supported layout, write them in ours, choose them evenly."""
+"""Read questions from files of any supported layout, write them in ours, and choose some evenly."""
 
 from __future__ import annotations
 
@@ -22,25 +22,39 @@ from calibadv_jax.data.files import Sources, find_files, read_rows
 from calibadv_jax.data.layouts import NO_COLUMNS, OURS, Fields, Layout, NoAnswer, layout_of, without_nan
 
 ROLES = ("system", "user", "assistant")
-_message = lru_cache(maxsize=1024)(Message)  # nearly all rows share a prompt: kept once
+# Nearly all rows share a prompt, which is kept in memory once.
+_message = lru_cache(maxsize=1024)(Message)
+# A separator such as "|" or " / " between two answers.
 _JOINED = re.compile(r"\S(?:\s*[|;\n]+\s*| / )\S")
 
 
 def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> list[Question]:
-    """Return the questions of files in any layout, in order; UserError for a bad row or a repeated id."""
+    """Return the questions of files in any layout, in their order.
+
+    Args:
+        sources: Files; see `find_files`.
+        columns: Keys of the question and the answers, for files of an unknown layout.
+
+    Raises:
+        UserError: A file is missing, broken or empty, or a row is malformed or repeats an id.
+        NoAnswer: A row has no golden answer.
+    """
     questions: list[Question] = []
-    seen: dict[str, str] = {}
+    # Id of a question -> place of its row.
+    places: dict[str, str] = {}
     for path, source in find_files(sources):
-        before = len(questions)
+        num_before = len(questions)
         for where, question in read_questions(path, source, columns):
             if isinstance(question, NoAnswer):
                 raise question
-            if question.id in seen:
-                fault = f"{where}: id {question.id!r} was used before, at {seen[question.id]}"
-                raise UserError(f"{fault}; correct or remove the row (calibadv prepare-data does)")
-            seen[question.id] = where
+            if question.id in places:
+                raise UserError(
+                    f"{where}: id {question.id!r} was used before, at {places[question.id]}; "
+                    "correct or remove the row (calibadv prepare-data does)"
+                )
+            places[question.id] = where
             questions.append(question)
-        if len(questions) == before:
+        if len(questions) == num_before:
             raise UserError(f"{path}: no questions in it; correct data.train or data.eval")
     return questions
 
@@ -48,75 +62,142 @@ def load_questions(sources: Sources, columns: ColumnsConfig = NO_COLUMNS) -> lis
 def read_questions(
     path: Path, source: str, columns: ColumnsConfig = NO_COLUMNS
 ) -> Iterator[tuple[str, Question | NoAnswer]]:
-    """Yield (place, question or `NoAnswer`) of every row. The first row decides the layout.
+    """Yield the place of every row of a file, and its question.
 
-    Rows in our layout with id and data_source keep the id. Others get the id ``DATA_SOURCE_ID``, since ids of
-    published files repeat in other data sets; without an id, the file's name and the place in it. `source` is
-    the data_source of rows that name none.
+    The first row decides the layout. Rows in our layout with id and data_source keep the id. Other rows get
+    the id ``DATA_SOURCE_ID``, since ids of published files repeat in other data sets; a row without an id is
+    named by the file's name and its number in it.
+
+    Args:
+        path: File of any format and layout.
+        source: data_source of rows that name none, if their layout does not tell it either.
+        columns: Keys of the question and the answers, for a file of an unknown layout.
+
+    Yields:
+        The place, for messages; and the question, or `NoAnswer` for a row without a golden answer.
+
+    Raises:
+        UserError: The file is missing or broken, or a row is malformed.
     """
     layout: Layout | None = None
     for number, (where, row) in enumerate(read_rows(path)):
         row = {key: without_nan(value) for key, value in row.items()}
-        layout = layout or layout_of(row, where, columns)
+        if layout is None:
+            layout = layout_of(row, where, columns)
+        row_name = f"{path.name.partition('.')[0]}_{number}"
         try:
-            fields = _read(layout, row, where, source, f"{path.name.partition('.')[0]}_{number}")
+            fields = _read_fields(layout, row, where, source, row_name)
             if columns.separator:
-                parts = (part.strip() for text in fields.answers for part in text.split(columns.separator))
-                fields = replace(fields, answers=list(dict.fromkeys(filter(None, parts))) or fields.answers)
+                fields = _split_answers(fields, columns.separator)
             yield where, _question(fields, where)
         except NoAnswer as reason:
             reason.source = well_formed(str(row.get("data_source") or layout.source or source))
             yield where, reason
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            fault = f"a value is not what {layout.name} has there ({type(error).__name__}: {error})"
-            raise UserError(f"{where}: {fault}; correct the row") from error
+            raise UserError(
+                f"{where}: a value is not what {layout.name} has there ({type(error).__name__}: {error}); "
+                "correct the row"
+            ) from error
 
 
-def _read(layout: Layout, row: dict[str, Any], where: str, source: str, place: str) -> Fields:
+def _read_fields(layout: Layout, row: dict[str, Any], where: str, source: str, row_name: str) -> Fields:
+    """Return the fields of a row, with a data_source and with an id that names it.
+
+    `source` is the data_source of a row that names none, `row_name` the id of a row without one.
+    """
     fields = layout.read(row, where)
     if layout is OURS and fields.id is not None and fields.data_source:
         return fields
     source = fields.data_source or layout.source or source
-    name = place if fields.id is None else fields.id
-    if type(name) in (str, int) and not str(name).startswith(f"{source}_"):
-        name = f"{source}_{name}"
-    question = fields.question.strip() if isinstance(fields.question, str) else fields.question
-    return replace(fields, id=name, question=question, data_source=source)
+    question_id = row_name if fields.id is None else fields.id
+    has_plain_id = type(question_id) in (str, int)
+    if has_plain_id and not str(question_id).startswith(f"{source}_"):
+        question_id = f"{source}_{question_id}"
+    question = fields.question
+    if isinstance(question, str):
+        question = question.strip()
+    return replace(fields, id=question_id, question=question, data_source=source)
+
+
+def _split_answers(fields: Fields, separator: str) -> Fields:
+    """Return the fields with their answers split at the separator; unchanged if no answer would be left."""
+    answers = []
+    for text in fields.answers:
+        stripped = [part.strip() for part in text.split(separator)]
+        answers += [part for part in stripped if part]
+    if not answers:
+        return fields
+    return replace(fields, answers=list(dict.fromkeys(answers)))
 
 
 def parse_question(row: dict[str, Any], where: str) -> Question:
-    """Return the question of a row in our layout; NoAnswer without a golden answer, else UserError."""
+    """Return the question of a row in our layout.
+
+    Args:
+        row: Row with the keys of `question_row`.
+        where: Place of the row, for messages.
+
+    Raises:
+        NoAnswer: The row has no golden answer.
+        UserError: The row is malformed.
+    """
     row = {key: without_nan(value) for key, value in row.items()}
     return _question(OURS.read(row, where), where)
 
 
 def _question(fields: Fields, where: str) -> Question:
-    name = str(fields.id) if type(fields.id) is int else fields.id  # as in many published files
-    values = {"id": name, "question": fields.question, "data_source": fields.data_source}
-    for key, value in values.items():
-        if not isinstance(value, str) or not value.strip():
-            fault = f"field {key!r} must be a non-empty string, got {value!r}"
-            raise UserError(f"{where}: {fault}; correct or remove the row")
-    name, text, source = map(well_formed, values.values())
-    answers, supporting = map(well_formed, fields.answers), map(well_formed, map(str, fields.supporting))
+    # Many published files number their rows.
+    question_id = str(fields.id) if type(fields.id) is int else fields.id
+    question_id = _checked_text("id", question_id, where)
+    text = _checked_text("question", fields.question, where)
+    data_source = _checked_text("data_source", fields.data_source, where)
+    question_id = well_formed(question_id)
+    text = well_formed(text)
+    data_source = well_formed(data_source)
+    answers = tuple(well_formed(answer) for answer in fields.answers)
+    supporting_ids = tuple(well_formed(str(passage_id)) for passage_id in fields.supporting)
     prompt = _parse_prompt(fields.prompt, text, where)
-    return Question(name, text, tuple(answers), source, tuple(supporting), prompt)
+    return Question(question_id, text, answers, data_source, supporting_ids, prompt)
+
+
+def _checked_text(key: str, value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(
+            f"{where}: field {key!r} must be a non-empty string, got {value!r}; correct or remove the row"
+        )
+    return value
 
 
 def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
-    """Return warnings of golden answers that look wrong; `key` is the config key of the files."""
-    lines = []
-    count = f"of {len(questions)} questions have a golden answer"
-    if empty := [item for item in questions if not all(map(normalise_answer, item.golden_answers))]:
-        example = f"{empty[0].golden_answers} of {empty[0].id!r}"
-        fault = f"{key}: {len(empty)} {count} that normalises to nothing, such as {example}"
-        lines.append(f"{fault}; calibadv prepare-data leaves these answers out")
-    if joined := list(filter(is_joined, questions)):
-        example = f"{joined[0].golden_answers[0]!r} of {joined[0].id!r}"
-        fault = f"{key}: {len(joined)} {count} with a separator in it, such as {example}"
-        way_out = "set data.columns.separator (calibadv prepare-data --separator)"
-        lines.append(f"{fault}; if these are several answers, {way_out}")
-    return lines
+    """Return warnings about golden answers that look wrong.
+
+    Args:
+        questions: Questions of the files of one config key.
+        key: The config key, such as data.train, for messages.
+
+    Returns:
+        At most two lines: about answers that normalise to nothing, and about answers with a separator.
+    """
+    warnings = []
+    empty = [question for question in questions if _has_empty_answer(question)]
+    if empty:
+        warnings.append(
+            f"{key}: {len(empty)} of {len(questions)} questions have a golden answer that normalises to "
+            f"nothing, such as {empty[0].golden_answers} of {empty[0].id!r}; "
+            "calibadv prepare-data leaves these answers out"
+        )
+    joined = [question for question in questions if is_joined(question)]
+    if joined:
+        warnings.append(
+            f"{key}: {len(joined)} of {len(questions)} questions have a golden answer with a separator in "
+            f"it, such as {joined[0].golden_answers[0]!r} of {joined[0].id!r}; "
+            "if these are several answers, set data.columns.separator (calibadv prepare-data --separator)"
+        )
+    return warnings
+
+
+def _has_empty_answer(question: Question) -> bool:
+    return not all(normalise_answer(answer) for answer in question.golden_answers)
 
 
 def is_joined(question: Question) -> bool:
@@ -125,25 +206,34 @@ def is_joined(question: Question) -> bool:
 
 
 def _parse_prompt(value: Any, question: str, where: str) -> tuple[Message, ...]:
-    """Return messages of a text or chat, split at the question."""
+    """Return the messages of a text or a chat, each split at the question."""
     if value is None or value == []:
         return ()
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
+    items = value if isinstance(value, list) else [value]
     messages = []
-    for item in value if isinstance(value, list) else [value]:
-        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+    for item in items:
+        role = item.get("role") if isinstance(item, dict) else None
+        content = item.get("content") if isinstance(item, dict) else None
         if role not in ROLES or not isinstance(content, str):
-            form = f"text or a list of objects with 'role' ({', '.join(ROLES)}) and a text 'content'"
-            raise UserError(f"{where}: field 'prompt' must be {form}, got {str(item)[:80]!r}; remove it")
-        messages.append(_message(role, tuple(well_formed(content).split(question))))
-    if messages[-1].role != "user":
-        fault = f"{where}: the last message of 'prompt' is of role {messages[-1].role!r}"
-        raise UserError(f"{fault}; remove what follows the user's last message, which the policy answers")
+            raise UserError(
+                f"{where}: field 'prompt' must be text or a list of objects with 'role' "
+                f"({', '.join(ROLES)}) and a text 'content', got {str(item)[:80]!r}; remove it"
+            )
+        parts = tuple(well_formed(content).split(question))
+        messages.append(_message(role, parts))
+    last_role = messages[-1].role
+    if last_role != "user":
+        raise UserError(
+            f"{where}: the last message of 'prompt' is of role {last_role!r}; "
+            "remove what follows the user's last message, which the policy answers"
+        )
     return tuple(messages)
 
 
 def question_row(question: Question) -> dict[str, Any]:
+    """Return the row of a question in our layout, as JSON values."""
     row: dict[str, Any] = {
         "id": question.id,
         "question": question.text,
@@ -152,10 +242,10 @@ def question_row(question: Question) -> dict[str, Any]:
         "supporting_ids": list(question.supporting_ids),
     }
     if question.prompt:
-        row["prompt"] = [
-            {"role": message.role, "content": question.text.join(message.parts)}
-            for message in question.prompt
-        ]
+        messages = []
+        for message in question.prompt:
+            messages.append({"role": message.role, "content": question.text.join(message.parts)})
+        row["prompt"] = messages
     return row
 
 
@@ -165,11 +255,23 @@ def write_questions(path: Path, questions: Iterable[Question]) -> None:
 
 
 def select_evenly(questions: Sequence[Question], limit: int, seed: int) -> list[Question]:
-    """Return at most `limit` questions, drawn in turn from every data source, in the order of the file."""
-    drawn: Counter[str] = Counter()
-    ranks: list[tuple[int, str, int]] = []  # position among its data source's, data source, index
+    """Choose questions at random, one from each data source in turn.
+
+    Args:
+        questions: Questions of any data sources.
+        limit: Largest number of questions to return.
+        seed: Seed of the choice.
+
+    Returns:
+        The chosen questions, in the order of `questions`.
+    """
+    num_drawn: Counter[str] = Counter()
+    # Of each question, in random order: its number within its data source, the data source, its index.
+    draws: list[tuple[int, str, int]] = []
     for index in np.random.default_rng(seed).permutation(len(questions)).tolist():
         source = questions[index].data_source
-        ranks.append((drawn[source], source, index))
-        drawn[source] += 1
-    return [questions[index] for index in sorted(index for _, _, index in sorted(ranks)[:limit])]
+        draws.append((num_drawn[source], source, index))
+        num_drawn[source] += 1
+    draws.sort()
+    chosen_indices = sorted(index for _, _, index in draws[:limit])
+    return [questions[index] for index in chosen_indices]

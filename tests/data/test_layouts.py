@@ -170,7 +170,7 @@ VALUES = st.recursive(
 @given(layout=st.sampled_from(LAYOUTS), values=st.lists(VALUES, min_size=14, max_size=14))
 def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
     optional = ("id", "prompt", "answer", "answer_aliases", "extra_info", "supporting_ids", "answerable")
-    row = dict(zip(sorted({*layout.keys.split(), *optional}), values, strict=False))
+    row = dict(zip(sorted({*layout.keys, *optional}), values, strict=False))
     path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
     path.write_text(json.dumps(row) + "\n")
     try:

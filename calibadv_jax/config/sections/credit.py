@@ -1,4 +1,4 @@
-"""From answers to advantages."""
+"""How answers are scored, and how advantages follow from the scores."""
 
 from __future__ import annotations
 
@@ -14,16 +14,44 @@ from calibadv_jax.core.user_functions import is_address
 
 ANSWER_REWARDS = ("f1", "em", "cover_em")
 JUDGE = "judge"
-JUDGE_AGREEMENT = "judge_agreement"  # metric: whether judge and exact match agree
-OWN = "my_package.my_module:function"
+# The metric that says whether the judge and the exact match agree.
+JUDGE_AGREEMENT = "judge_agreement"
+USER_FUNCTION = "my_package.my_module:function"
+# What each built-in estimator needs besides the scores: "" for nothing; "current" or "initial" for the golden
+# answer's log-probabilities under that policy; "critic" for the critic's values. The estimators are
+# registered in `advantages.estimators.ESTIMATORS`, on a higher floor; a test compares the two tables.
+ESTIMATORS = {
+    "grpo": "",
+    "dr_grpo": "",
+    "grpo_neutral": "",
+    "grpo_acceptable": "",
+    "grpo_passk": "",
+    "rloo": "",
+    "opo": "",
+    "gpg": "",
+    "reinforce_plus_plus": "",
+    "reinforce_plus_plus_baseline": "",
+    "querygroup": "",
+    "gigpo": "",
+    "mt_grpo": "",
+    "stepsearch": "",
+    "igpo": "current",
+    "a2tgpo": "current",
+    "tips": "initial",
+    "gae": "critic",
+}
+CALIBRATED = "calibadv"
 
 
 def _choices(*names: str) -> Any:
-    return Field(json_schema_extra={"enum": [*names, OWN]})
+    """Return a field whose documented choices are `names`, or a function of the user's own."""
+    return Field(json_schema_extra={"enum": [*names, USER_FUNCTION]})
 
 
 @dataclass(frozen=True, config=SECTION)
 class JudgeConfig(Section):
+    """A language model that judges answers."""
+
     url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
     """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, that judges every answer
     (reward/judge, for reward.answer). JUDGE_TOKEN is sent as a bearer token. Empty: no judge."""
@@ -33,13 +61,13 @@ class JudgeConfig(Section):
     """File with the judge's instructions; empty: it compares the answer with the golden answers. Question,
     golden answers and the answer's first 2000 letters follow as JSON."""
     max_tokens: PositiveInt = 512
-    """Tokens that the judge may write; its verdict stands in the last line."""
+    """Tokens that the judge may write; the verdict is in its last line."""
     timeout: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 60.0
     """Seconds for one request; then it is repeated."""
     patience: Annotated[PositiveFloat, Mark.UNLEARNED, Mark.NO_ANSWER] = 600.0
-    """Seconds for which the endpoint may be away; then the trajectory of the answer has failed."""
+    """Seconds to wait for an unreachable endpoint; after that the trajectory of the answer has failed."""
     max_concurrency: Annotated[PositiveInt, Mark.UNLEARNED, Mark.NO_ANSWER] = 64
-    """Requests at the same time at most."""
+    """Largest number of requests at the same time."""
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("url", self.url, "JUDGE_TOKEN")
@@ -49,6 +77,8 @@ class JudgeConfig(Section):
 
 @dataclass(frozen=True, config=SECTION)
 class RewardConfig(Section):
+    """The reward of a trajectory."""
+
     answer: str | dict[str, float] = "f1"
     """Reward of an answer. f1, em, cover_em: agreement with the best golden answer; judge: the verdict of
     reward.judge; package.module:function: your own, at most 1 (examples/own_reward.py). Several with weights,
@@ -61,7 +91,7 @@ class RewardConfig(Section):
     overlong_from: NonNegativeInt = 0
     """Sampled tokens from which the penalty grows evenly."""
     overlong_until: NonNegativeInt = 0
-    """Sampled tokens at which it is full; above overlong_from."""
+    """Sampled tokens from which the penalty is full; must be above overlong_from."""
     shuffle: Annotated[bool, Mark.NO_ANSWER] = False
     """Control experiment: permute the rewards of the step's trajectories, so that they carry no signal."""
 
@@ -72,8 +102,9 @@ class RewardConfig(Section):
 
     @property
     def max_score(self) -> float:
-        """Largest reward of an answer, if every function of the user's own gives 1 at most."""
-        return math.fsum(weight for weight in self.weights.values() if weight > 0) or 1.0
+        """Largest reward of an answer, if no function of the user's own returns more than 1."""
+        positive_weights = [weight for weight in self.weights.values() if weight > 0]
+        return math.fsum(positive_weights) or 1.0
 
     def _faults(self) -> Iterator[str]:
         if not self.weights:
@@ -81,31 +112,26 @@ class RewardConfig(Section):
         names = (*ANSWER_REWARDS, JUDGE)
         for name, weight in self.weights.items():
             if name not in names and not is_address(name):
-                yield f"answer names {name!r}: must be one of {', '.join(names)}, or your own as {OWN}"
+                yield (
+                    f"answer names {name!r}: must be one of {', '.join(names)}, "
+                    f"or your own as {USER_FUNCTION}"
+                )
             if not weight:
                 yield f"answer gives {name} the weight 0: leave it out, it is logged all the same"
         if JUDGE in self.weights and not self.judge.url:
             yield "answer names judge, but there is none: set judge.url and judge.model"
-        start, end = self.overlong_from, self.overlong_until
+        start = self.overlong_from
+        end = self.overlong_until
         if self.overlong_penalty and end <= start:
             yield f"overlong_penalty needs overlong_until ({end}) above overlong_from ({start}), in tokens"
         if not self.overlong_penalty and (start or end):
             yield "overlong_from and overlong_until do nothing: set overlong_penalty, or leave them out"
 
 
-# Name -> its need: golden_logprobs under this policy, or a critic. The registry of estimators stands on a
-# higher floor (`advantages.estimators.ESTIMATORS`); a test compares the two.
-ESTIMATORS = {
-    **dict.fromkeys(("grpo", "dr_grpo", "grpo_neutral", "grpo_acceptable", "grpo_passk", "rloo", "opo"), ""),
-    **dict.fromkeys(("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "querygroup"), ""),
-    **dict.fromkeys(("gigpo", "mt_grpo", "stepsearch"), ""),
-    **{"igpo": "current", "a2tgpo": "current", "tips": "initial", "gae": "critic"},
-}
-CALIBRATED = "calibadv"
-
-
 @dataclass(frozen=True, config=SECTION)
 class AdvantageConfig(Section):
+    """How advantages follow from scores, and how CalibAdv calibrates them by turn."""
+
     name: Annotated[str, _choices(CALIBRATED, *ESTIMATORS)] = CALIBRATED
     """calibadv: the advantages of `base`, calibrated by turn (arXiv 2604.18235). The others: docs/credit.md.
     package.module:function: a function of your own, see examples/own_advantage.py."""
@@ -135,7 +161,7 @@ class AdvantageConfig(Section):
     a correctness of 1/3; upper_limit: moved towards the group's largest advantage, by the correctness; reset:
     plain, and a positive advantage becomes 0 where all search turns of that number are correct."""
     silver_threshold: float = Field(default=0.7, ge=0, le=1)
-    """calibadv, querygroup, stepsearch: lowest relative score of a trajectory with silver documents."""
+    """calibadv, querygroup, stepsearch: lowest relative score of a trajectory whose documents are silver."""
     correctness: Literal["fraction", "max", "mean"] = "fraction"
     """calibadv, querygroup: how the correctness of a search turn follows from its silver documents."""
     rebalance: bool = True
@@ -146,17 +172,19 @@ class AdvantageConfig(Section):
     rebalance_within: Literal["group", "step"] = "group"
     """calibadv: balance the turns of a group together, as in the paper, or of the step."""
     rebalance_by: Literal["advantage", "tokens"] = "advantage"
-    """calibadv: the sums of advantage over tokens, or only the numbers of tokens of the two sides."""
+    """calibadv: what is balanced. advantage: the sums of the advantages over the tokens; tokens: only the
+    numbers of tokens of the two sides."""
     rebalance_excess: bool = False
-    """calibadv: leave turns alone whose |negative sum| / positive sum is not above target_ratio."""
+    """calibadv: rebalance only turns whose |negative sum| / positive sum is above target_ratio."""
     target_ratio: PositiveFloat = 1.0
     """calibadv: the paper's lambda: |negative sum| / positive sum of the balanced tokens afterwards."""
     adjust: Literal["positive", "negative", "clip"] = "positive"
-    """calibadv: the side that the rebalance multiplies by a factor. clip: no side, but no advantage is below
-    -target_ratio times the mean positive advantage over the balanced tokens."""
+    """calibadv: the side that the rebalance multiplies by a factor. clip: neither side; instead no advantage
+    is below -target_ratio times the mean positive advantage over the balanced tokens."""
 
     @property
     def is_calibrated(self) -> bool:
+        """Whether CalibAdv calibrates the advantages of the estimator."""
         return self.name == CALIBRATED
 
     @property
@@ -166,15 +194,26 @@ class AdvantageConfig(Section):
 
     @property
     def has_critic(self) -> bool:
+        """Whether the estimator needs a critic."""
         return ESTIMATORS.get(self.estimator) == "critic"
 
     @property
     def probed(self) -> tuple[str, ...]:
         """Policies under which the golden answer's log-probability after every turn is computed."""
-        needed = {ESTIMATORS.get(self.estimator, "")} & {"current", "initial"}
-        return tuple(sorted({*self.probes, *needed}))
+        policies: set[str] = set(self.probes)
+        need = ESTIMATORS.get(self.estimator)
+        if need in ("current", "initial"):
+            policies.add(need)
+        return tuple(sorted(policies))
 
     def _faults(self) -> Iterator[str]:
-        for key, names in (("name", (CALIBRATED, *ESTIMATORS)), ("base", tuple(ESTIMATORS))):
-            if (name := getattr(self, key)) not in names and not is_address(name):
-                yield f"advantage.{key}: must be one of {', '.join(names)}, or your own as {OWN}, not {name}"
+        yield from _estimator_faults("name", self.name, (CALIBRATED, *ESTIMATORS))
+        yield from _estimator_faults("base", self.base, tuple(ESTIMATORS))
+
+
+def _estimator_faults(key: str, name: str, choices: tuple[str, ...]) -> Iterator[str]:
+    if name not in choices and not is_address(name):
+        yield (
+            f"advantage.{key}: must be one of {', '.join(choices)}, "
+            f"or your own as {USER_FUNCTION}, not {name}"
+        )

@@ -14,6 +14,8 @@ from calibadv_jax.core.tags import OPEN_THINK
 
 @dataclass(frozen=True, config=SECTION)
 class ColumnsConfig:
+    """Where the question and the answers are, in files of an unknown layout."""
+
     question: str = ""
     """Key of the question in files of a layout that docs/data.md does not list; dotted if it lies inside an
     object, as in extra_info.question. Empty: question, where answer is set."""
@@ -25,6 +27,8 @@ class ColumnsConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class DataConfig(Section):
+    """Questions to train and to evaluate on."""
+
     train: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED] = ""
     """Training questions: a file, a list of files, or data_source: file (docs/data.md)."""
     eval: Annotated[str | list[str] | dict[str, str], Mark.UNLEARNED, Mark.PER_RUN] = ""
@@ -41,13 +45,14 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
-    """Curriculum: a question whose last mean score was higher, as a share of the largest reward, is left out
+    """Curriculum: a question whose last mean score, as a share of the largest reward, was higher is left out
     once; 1: none. A negative score counts as 0."""
     rest_below: float = Field(default=0.0, ge=0, le=1)
-    """The same for a lower mean score; 0: none."""
+    """Curriculum: a question whose last mean score was lower is left out once; 0: none."""
 
     @property
     def has_curriculum(self) -> bool:
+        """Whether questions are left out by their last mean score."""
         return self.rest_below > 0 or self.rest_above < 1
 
     def _faults(self) -> Iterator[str]:
@@ -57,6 +62,8 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, config=SECTION)
 class PromptConfig(Section):
+    """The prompt that a question is put into."""
+
     template: str = "paper"
     """Built-in template (paper, short), a text with {question}, or from_data: the prompt of each row."""
     chat: Literal["auto", "on", "off"] = "auto"
@@ -68,7 +75,7 @@ class PromptConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false} for Qwen3's."""
     date_string: str = "26 Jul 2024"
-    """Date for chat templates that show a date, so that a run over midnight keeps its prompt."""
+    """Date for chat templates that show a date. It is fixed, so that a run over midnight keeps its prompt."""
 
     @property
     def opening(self) -> str:
@@ -76,14 +83,17 @@ class PromptConfig(Section):
         return OPEN_THINK if self.prepend_think else ""
 
     def _faults(self) -> Iterator[str]:
-        for name in ("messages", "conversation", "tokenize", "add_generation_prompt", "date_string"):
+        for name in ("messages", "conversation", "tokenize", "add_generation_prompt"):
             if name in self.chat_template_kwargs:
-                instead = "set prompt.date_string" if name == "date_string" else "leave it out"
-                yield f"chat_template_kwargs may not hold {name!r}: {instead}"
+                yield f"chat_template_kwargs may not hold {name!r}: leave it out"
+        if "date_string" in self.chat_template_kwargs:
+            yield "chat_template_kwargs may not hold 'date_string': set prompt.date_string"
 
 
 @dataclass(frozen=True, config=SECTION)
 class WorldConfig(Section):
+    """The generated encyclopedia, its questions and its demonstrations."""
+
     dir: Annotated[str, Mark.PER_RUN, Mark.OUTPUT] = ""
     """Folder of the generated encyclopedia; empty: none is made."""
     seed: Annotated[NonNegativeInt, Mark.PER_RUN] = 0
@@ -113,12 +123,14 @@ class WorldConfig(Section):
     rumour_truth: float = Field(default=0.5, ge=0, le=1)
     """Share of the rumours that are true: the reward of answering without the second search."""
     pages: bool = False
-    """Write the facts to pages that the policy has to read, not to passages (tools: [search, access])."""
+    """Write the facts to pages, which the policy has to open (tools: [search, access]), not to passages."""
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
 
     def _faults(self) -> Iterator[str]:
-        if not any((self.one_hop, self.two_hop, self.comparison, self.rumour, self.age)):
+        shares = (self.one_hop, self.two_hop, self.comparison, self.rumour, self.age)
+        if not any(shares):
             yield "one_hop, two_hop, comparison, rumour and age are all 0: give at least one a share"
-        if self.rumour and min(self.people, self.cities, self.companies) < 2:
+        fewest_entities = min(self.people, self.cities, self.companies)
+        if self.rumour and fewest_entities < 2:
             yield "rumours name others: people, cities and companies must be 2 or more"

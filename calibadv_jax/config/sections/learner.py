@@ -14,8 +14,8 @@ from calibadv_jax.core.user_functions import is_address
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
 _CLIP = ("clip_low", "clip_high")
-# Each loss and the keys that not every loss reads. An own loss may read any.
-# Formulas: `learner.losses.LOSSES`.
+# Keys that each built-in loss reads, of those that not every loss reads. A loss of the user's own may read
+# all keys. The formulas are in `learner.losses.LOSSES`.
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     "vanilla": (*_CLIP, "dual_clip"),
     "cispo": (*_CLIP, "drop_above"),
@@ -32,20 +32,23 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     "dppo_kl": (*_CLIP, "ratio_cap"),
     "dro": ("dro_beta",),
 }
+# Losses that are a mean over trajectories.
 BY_SEQUENCE = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
 class LossConfig(Section):
+    """The loss of the policy, and its correction for the sampler."""
+
     name: str = "vanilla"
     """vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance, balance_detached, sapo, dppo_tv,
     dppo_kl or dro (docs/losses.md), or a function of your own as package.module:function."""
     clip_low: NonNegativeFloat = 0.2
-    """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: of its logarithm, -clip_low. dppo_tv,
-    dppo_kl: largest distance of probabilities for a token with a negative advantage."""
+    """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: lower bound -clip_low of the ratio's
+    logarithm. dppo_tv, dppo_kl: largest distance of probabilities for a token with a negative advantage."""
     clip_high: NonNegativeFloat = 0.2
-    """PPO clip: upper bound 1 + clip_high. gmpo: of the logarithm, clip_high. dppo_tv, dppo_kl: the distance
-    for a positive advantage."""
+    """PPO clip: upper bound 1 + clip_high of the importance ratio. gmpo: upper bound clip_high of the ratio's
+    logarithm. dppo_tv, dppo_kl: largest distance of probabilities for a token with a positive advantage."""
     dual_clip: NonNegativeFloat = 0.0
     """vanilla, lld: largest ratio, above 1, of a token with a negative advantage; 0: no bound."""
     ratio_cap: PositiveFloat = 20.0
@@ -53,7 +56,7 @@ class LossConfig(Section):
     tau_positive: PositiveFloat = 1.0
     """sapo: decay of the weight with the distance from ratio 1, for a positive advantage."""
     tau_negative: PositiveFloat = 1.05
-    """sapo: the same for a negative advantage."""
+    """sapo: decay of the weight with the distance from ratio 1, for a negative advantage."""
     dro_beta: PositiveFloat = 0.1
     """dro: weight of half the squared logarithm of the ratio."""
     drop_above: NonNegativeFloat = 0.0
@@ -69,7 +72,7 @@ class LossConfig(Section):
     cov_low: float = 1.0
     """clip_cov: chosen tokens have a covariance above this."""
     cov_high: float = 5.0
-    """clip_cov: and below this."""
+    """clip_cov: chosen tokens have a covariance below this."""
     cov_kl_coef: NonNegativeFloat = 1.0
     """kl_cov: weight of the chosen tokens' distance |log ratio|."""
     aggregation: Aggregation = "token_mean"
@@ -91,71 +94,101 @@ class LossConfig(Section):
     """token: a weight for each token; sequence: for each trajectory, the product of its tokens' weights;
     sequence_geometric: their geometric mean."""
     reject_by: Literal["none", "k2", "k3"] = "none"
-    """Distance of learner and sampler by which tokens or trajectories are masked, and count in the mean as 0.
-    With d = log of learner / sampler, k2: d² / 2; k3: exp(d) - 1 - d."""
+    """Distance of learner and sampler by which tokens or trajectories are masked; they count in the mean as
+    0. With d = log(learner / sampler), k2: d² / 2; k3: exp(d) - 1 - d."""
     reject_over: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """reject_by: compare a token's distance with reject_above, or a trajectory's sum, mean or largest."""
     reject_above: NonNegativeFloat = 0.0
-    """reject_by: largest distance that stays."""
+    """reject_by: largest distance that is not masked."""
     importance_low: float = Field(default=0.0, ge=0, lt=1)
     """Mask tokens (or trajectories) with a weight below this; they count in the mean as 0. 0: none."""
     importance_high: NonNegativeFloat = 0.0
-    """The same for weights above this, which is above 1; 0: none."""
+    """Mask tokens (or trajectories) with a weight above this, a number above 1; they count in the mean as 0.
+    0: none."""
 
     @property
     def masks_by_mismatch(self) -> bool:
+        """Whether tokens are masked where learner and sampler differ too much."""
         return self.importance_low > 0 or self.importance_high > 0 or self.reject_by != "none"
 
     @property
     def compares_with_sampler(self) -> bool:
-        """Whether the sampler's own log-probabilities enter the loss."""
+        """Whether the loss uses the sampler's own log-probabilities."""
         return self.importance_cap > 0 or self.masks_by_mismatch or self.old_logprobs == "sampler"
 
     @property
     def corrects_for_sampler(self) -> bool:
-        """Whether samples of another policy than the learner's are weighted."""
-        # With old_logprobs=sampler the ratio is already that of learner to sampler; gpg has no ratio.
-        return self.importance_cap > 0 or (self.old_logprobs == "sampler" and self.name != "gpg")
+        """Whether the loss weights samples that another policy than the learner's wrote."""
+        # With old_logprobs=sampler the importance ratio is already that of learner to sampler. gpg has no
+        # importance ratio.
+        ratio_corrects = self.old_logprobs == "sampler" and self.name != "gpg"
+        return self.importance_cap > 0 or ratio_corrects
 
     def _faults(self) -> Iterator[str]:
-        yield from () if is_address(self.name) else self._unread_keys()
+        if not is_address(self.name):
+            yield from self._name_faults()
         if self.name in BY_SEQUENCE and self.aggregation != "sequence_mean":
             yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
         for key in ("dual_clip", "importance_high"):
-            if 0 < (value := getattr(self, key)) <= 1:
-                yield f"loss.{key} is {value}: it must be above 1, or 0 for none"
-        if 0 < self.drop_above < (clip := 1 + self.clip_high):
-            yield f"drop_above is {self.drop_above}, below the clip at {clip}: set it above, or 0 for none"
+            bound = getattr(self, key)
+            if 0 < bound <= 1:
+                yield f"loss.{key} is {bound}: it must be above 1, or 0 for none"
+        upper_clip = 1 + self.clip_high
+        if 0 < self.drop_above < upper_clip:
+            yield (
+                f"drop_above is {self.drop_above}, below the clip at {upper_clip}: "
+                "set it above, or 0 for none"
+            )
         if self.cov_low >= self.cov_high:
             yield f"loss.cov_low is {self.cov_low}, but must be below loss.cov_high = {self.cov_high}"
-        if (self.aggregation == "sequence_sum_norm") != bool(self.length_norm):
-            keys = f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}"
-            yield f"{keys}: set loss.length_norm, in tokens, with aggregation=sequence_sum_norm only"
+        needs_length_norm = self.aggregation == "sequence_sum_norm"
+        if needs_length_norm != bool(self.length_norm):
+            yield (
+                f"loss.aggregation is {self.aggregation}, and loss.length_norm is {self.length_norm}: "
+                "set loss.length_norm, in tokens, with aggregation=sequence_sum_norm only"
+            )
+        yield from self._sampler_correction_faults()
+
+    def _sampler_correction_faults(self) -> Iterator[str]:
         if self.masks_by_mismatch and self.old_logprobs == "sampler":
-            keys = "importance_low, importance_high and reject_by"
-            yield f"{keys} compare with the sampler: set loss.old_logprobs=recompute, or leave them out"
+            yield (
+                "importance_low, importance_high and reject_by compare with the sampler: "
+                "set loss.old_logprobs=recompute, or leave them out"
+            )
         has_weights = self.importance_cap or self.importance_low or self.importance_high
         if self.importance_level != "token" and not has_weights:
-            keys = "importance_cap, importance_low or importance_high"
-            yield f"importance_level={self.importance_level} needs {keys}, but none is set: set one"
-        if (self.reject_by == "none") != (self.reject_above == 0):
+            yield (
+                f"importance_level={self.importance_level} needs importance_cap, importance_low or "
+                "importance_high, but none is set: set one"
+            )
+        has_distance = self.reject_by != "none"
+        has_threshold = self.reject_above != 0
+        if has_distance != has_threshold:
             yield "loss.reject_by and loss.reject_above: set both, or leave both out"
-        if self.reject_by == "none" and self.reject_over != "token":
+        if not has_distance and self.reject_over != "token":
             yield f"reject_over={self.reject_over} is for reject_by, which is none: set it, or neither"
 
-    def _unread_keys(self) -> Iterator[str]:
+    def _name_faults(self) -> Iterator[str]:
+        """Refuse an unknown loss, and changed keys that only other losses read."""
         if self.name not in LOSS_KEYS:
-            own = "a function of your own as package.module:function"
-            yield f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, or {own}"
-        unread = {key for keys in LOSS_KEYS.values() for key in keys}.difference(LOSS_KEYS[self.name])
-        fields: Any = LossConfig
-        for key, field in fields.__pydantic_fields__.items():
-            if key in unread and (value := getattr(self, key)) != field.default:
+            yield (
+                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, "
+                "or a function of your own as package.module:function"
+            )
+            return
+        optional_keys = {key for keys in LOSS_KEYS.values() for key in keys}
+        unread_keys = optional_keys.difference(LOSS_KEYS[self.name])
+        pydantic_class: Any = LossConfig
+        for key, field in pydantic_class.__pydantic_fields__.items():
+            value = getattr(self, key)
+            if key in unread_keys and value != field.default:
                 yield f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
 
 
 @dataclass(frozen=True, config=SECTION)
 class OptimizerConfig:
+    """An optimizer and its learning rate."""
+
     name: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon: orthogonalised momentum on matrices, AdamW on the rest."""
     lr: PositiveFloat = 5e-7
@@ -167,8 +200,8 @@ class OptimizerConfig:
     warmup_updates: NonNegativeInt = 0
     """Optimizer updates in which the learning rate rises linearly to lr."""
     decay_updates: NonNegativeInt = 0
-    """Optimizer updates over which cosine and linear fall to 0, warm-up included; 0: all of the run. With a
-    number a run may end earlier, or be made longer later."""
+    """Optimizer updates over which cosine and linear fall to 0, warm-up included; 0: all updates of the run.
+    With a number, a run may end earlier or be made longer later."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; with AdamW it acts on matrices and embeddings."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -180,19 +213,22 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Largest global norm of a gradient; larger gradients are scaled down to it."""
     offload: Annotated[Literal["none", "host"], Mark.UNLEARNED] = "none"
-    """host: keep the optimizer's moments in host memory; an update has a quarter of them, or those of the
-    largest parameter, on the devices, and costs two copies. On the CPU it saves nothing."""
+    """host: keep the optimizer's moments in host memory. An update then has a quarter of them, or those of
+    the largest parameter, on the devices, and costs two copies. On the CPU it saves nothing."""
 
 
 @dataclass(frozen=True, config=SECTION)
 class LearnerConfig:
+    """The updates of a training step."""
+
     steps: PositiveInt = 410
     """Training steps; one step is one batch of rollouts."""
     minibatch_size: NonNegativeInt = 0
     """Trajectories per optimizer update; 0: all trajectories of the step in one update."""
     shuffle: Literal["trajectories", "groups"] = "trajectories"
-    """Order in which mini-batches are cut. groups: a question's trajectories stay together, so that an update
-    has few questions, most of them whole; share_prefixes then computes far less."""
+    """Order in which trajectories are divided into mini-batches. groups: a question's trajectories stay
+    together, so that an update has few questions, most of them with all their trajectories; share_prefixes
+    then computes far less."""
     epochs: PositiveInt = 1
     """Passes over the step's trajectories."""
     pack_length: Annotated[PositiveInt, Mark.UNLEARNED] = 16384
@@ -211,8 +247,11 @@ class LearnerConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class CriticConfig:
+    """PPO's value model; read if the estimator needs a critic."""
+
     clip: NonNegativeFloat = 0.5
-    """Clip range of a value around its value before the step, where its error is then larger; 0: no clip."""
+    """Clip range of a value around its value before the step; it applies where it makes the error larger.
+    0: no clip."""
     warmup_steps: NonNegativeInt = 0
     """First steps that train the critic only."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="constant"))
@@ -221,6 +260,8 @@ class CriticConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class SftPhase(Section):
+    """A phase of the supervised cold start."""
+
     steps: PositiveInt | None = None
     """Optimizer updates; null: 100, or as many as `epochs` needs."""
     epochs: PositiveInt | None = None
@@ -238,12 +279,14 @@ class SftPhase(Section):
 
 @dataclass(frozen=True, config=SECTION)
 class SftConfig:
+    """The supervised cold start."""
+
     init_from: str = ""
     """Policy to start from: a HuggingFace folder or OWNER/NAME[@REVISION]; empty: random, as policy.init."""
     demonstrations: str = ""
     """JSONL file of demonstrations (docs/data.md), or the name of a generator: world."""
     first_query: Literal["best", "varied"] = "best"
-    """First query of `calibadv demonstrate`. best: that with the best hits, mostly the question; varied:
+    """First query of `calibadv demonstrate`. best: the query with the best hits, mostly the question; varied:
     drawn among the question and its titles that lead to all supporting passages, so that RL can choose."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the file's questions that are not trained on; their loss is sft/held_out_loss."""

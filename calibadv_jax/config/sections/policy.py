@@ -1,4 +1,4 @@
-"""The network and its devices."""
+"""The policy network, the device mesh, and the processes of a run."""
 
 from __future__ import annotations
 
@@ -12,38 +12,45 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
 
-REST = -1  # size of a mesh axis that takes the devices which the other axes leave
-
+# Size of the mesh axis that takes all devices which the other axes leave.
+REST = -1
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
 
 @dataclass(frozen=True, config=SECTION)
 class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685)."""
+
     rank: NonNegativeInt = 0
     """Rank of the adapters, which alone are trained. 0: no adapters; every parameter is trained."""
     alpha: PositiveFloat = 32.0
     """An adapter's product is multiplied by alpha / rank."""
     targets: list[LoraTarget] = field(default_factory=lambda: list(LORA_TARGETS))
-    """Products of every layer that get an adapter."""
+    """Matrix products of every layer that get an adapter."""
     base_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the frozen parameters; that of the adapters is policy.param_dtype."""
     init_from: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
-    """PEFT folder with the adapters to begin with; empty: new adapters, which change nothing at first."""
+    """PEFT folder with the adapters to start from; empty: new adapters, which change nothing at first."""
     snapshots: Annotated[Literal["merged", "adapters"], Mark.UNLEARNED] = "merged"
     """What vLLM workers load. merged: the whole policy. adapters: megabytes instead of gigabytes; the worker
     adds them to the base, which it reads from policy.path."""
 
     def _faults(self) -> Iterator[str]:
-        if not self.targets or len(set(self.targets)) < len(self.targets):
+        has_repeated_target = len(set(self.targets)) < len(self.targets)
+        if not self.targets or has_repeated_target:
             yield f"targets must name at least one of {', '.join(LORA_TARGETS)}, and none twice"
         if self.init_from and not self.rank:
-            way_out = "set it to r of that folder's adapter_config.json"
-            yield f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: {way_out}"
+            yield (
+                f"policy.lora.init_from is {self.init_from}, but policy.lora.rank is 0: "
+                "set it to r of that folder's adapter_config.json"
+            )
 
 
 @dataclass(frozen=True, config=SECTION)
 class PolicyConfig(Section):
+    """The language model that is trained."""
+
     path: Annotated[str, Mark.UNLEARNED, Mark.PLACE] = ""
     """Policy to start from: a HuggingFace folder, or OWNER/NAME of the hub."""
     revision: str = ""
@@ -68,12 +75,15 @@ class PolicyConfig(Section):
     """Adapters that are trained in place of the policy's own parameters (docs/lora.md)."""
 
     def _faults(self) -> Iterator[str]:
-        if self.lora.snapshots == "adapters" and not (self.path and self.lora.rank):
+        has_adapters_of_a_base = self.path and self.lora.rank
+        if self.lora.snapshots == "adapters" and not has_adapters_of_a_base:
             yield "policy.lora.snapshots=adapters needs policy.lora.rank above 0 and policy.path: set both"
 
 
 @dataclass(frozen=True, config=SECTION)
 class MeshConfig(Section):
+    """Sizes of the device mesh."""
+
     data: int = 1
     """Replicas of the parameters. One of the three sizes of the mesh may be -1: all remaining devices."""
     fsdp: int = -1
@@ -83,11 +93,20 @@ class MeshConfig(Section):
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis by its name, as configured."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
     def sizes_on(self, devices: int) -> dict[str, int]:
-        """Return the sizes on this number of devices: -1 is what the others leave, and 1 at least."""
-        remaining = max(1, devices // math.prod(size for size in self.sizes.values() if size != REST))
+        """Return the size of each mesh axis on a number of devices.
+
+        Args:
+            devices: Number of devices.
+
+        Returns:
+            Size by axis name. The axis of size -1 gets the devices that the other axes leave, and at least 1.
+        """
+        fixed_sizes = [size for size in self.sizes.values() if size != REST]
+        remaining = max(1, devices // math.prod(fixed_sizes))
         return {name: remaining if size == REST else size for name, size in self.sizes.items()}
 
     def _faults(self) -> Iterator[str]:
@@ -100,6 +119,8 @@ class MeshConfig(Section):
 
 @dataclass(frozen=True, config=SECTION)
 class DistributedConfig:
+    """Several processes that train together."""
+
     coordinator_address: str = Field(default="", pattern=r"^(|auto|.+:\d{1,5})$")
     """host:port of process 0, where processes that train together meet (docs/cluster.md); auto: as JAX
     detects it (SLURM, Open MPI, Kubernetes jobs, TPU pods). Empty: the environment variable

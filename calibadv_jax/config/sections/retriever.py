@@ -1,4 +1,4 @@
-"""The retrieval service, as its client sees it."""
+"""The retrieval service: where it runs, what it serves, and how its client waits for it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
 
-NO_RETRIEVER = "http://no-retriever.invalid"  # url of methods that never search: no service is opened
-NO_MODEL = ("hashed", "bm25")  # encoders without weights
-ROUTE, PAGE_ROUTE = "/retrieve", "/access"  # of the service, which the client adds
+# The url of evaluation methods that never search; no connection is made to it.
+NO_RETRIEVER = "http://no-retriever.invalid"
+# Encoders that have no weights, so that `model` cannot be set.
+ENCODERS_WITHOUT_MODEL = ("hashed", "bm25")
+# Paths of the service's endpoints, which the client appends to the base URL.
+ROUTE = "/retrieve"
+PAGE_ROUTE = "/access"
 
 
 @dataclass(frozen=True, config=SECTION)
 class RetrieverConfig(Section):
+    """The retrieval service, running already or started as a child process."""
+
     url: Annotated[str | list[str], Mark.PER_RUN, Mark.NO_ANSWER] = ""
-    """Base URL of a running service, or of several with the same index, which share the queries; failing ones
-    are left out until they answer again. Empty: start one as a child process from `corpus` and `index`. The
-    environment variable RETRIEVER_TOKEN is sent as the token."""
+    """Base URL of a running service, or of several with the same index, which share the queries; a failing
+    service gets no queries until it answers again. Empty: start a child process from `corpus` and `index`.
+    The environment variable RETRIEVER_TOKEN is sent as the token."""
     corpus: str = ""
     """Corpus of the child service: JSONL of {"id", "contents"}, or csv, tsv or parquet; also gzipped."""
     index: Annotated[str, Mark.NO_ANSWER, Mark.OUTPUT] = ""
@@ -29,12 +35,13 @@ class RetrieverConfig(Section):
     pages: str = ""
     """Pages of the child service, which the action `access` reads: JSONL of {"url", "contents"} rows."""
     page_address: Annotated[str, Mark.LEARNED] = "{}"
-    """URL of a page for the action `access`; {} is the policy's text, which may be a title only:
+    """URL of a page for the action `access`; {} stands for the policy's text, which may be a title only:
     https://en.wikipedia.org/w/index.php?title={}."""
     encoder: Annotated[str, Mark.LEARNED] = "hashed"
-    """Encoder of a new index: bm25 and hashed without weights; e5, bge and dense (see `model`) with."""
+    """Encoder of a new index: bm25 and hashed have no weights; e5, bge and dense load a model."""
     model: Annotated[str, Mark.LEARNED] = ""
-    """Model of the child service's encoder: folder or hub name; empty: the index's, or the usual."""
+    """Model of the child service's encoder: folder or hub name; empty: the model of the index or, for a new
+    index, the encoder's usual model."""
     topk: Annotated[PositiveInt, Mark.LEARNED] = 3
     """Documents per query, if nothing is reranked."""
     retrieval_topk: Annotated[NonNegativeInt, Mark.LEARNED] = 0
@@ -55,32 +62,56 @@ class RetrieverConfig(Section):
     """Cores of the child service, which shares the machine with the trainer; 0: all cores."""
 
     def at(self, url: str | list[str]) -> RetrieverConfig:
-        """Return the config of the same searches, answered by a running service."""
+        """Return a config of the same searches for running services.
+
+        Args:
+            url: Base URL of the service, or of several with the same index.
+
+        Returns:
+            A copy without `model` and `reranker`, which are only for a service that is started here.
+        """
         return replace(self, url=url, model="", reranker="")
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("url", self.url, "RETRIEVER_TOKEN")
-        urls = [self.url] if isinstance(self.url, str) else self.url
-        for url in urls:
-            base = url.rstrip("/").removesuffix(ROUTE)
-            if base != url.rstrip("/"):
-                yield f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
-        for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
-            if self.url and getattr(self, key):
-                way_out = f"start that service with --{option}, or leave out one of the two keys"
-                yield f"{key} is for a service that is started here, but url is {self.url}: {way_out}"
-        if self.model and self.encoder in NO_MODEL:
+        yield from self._url_faults()
+        if self.model and self.encoder in ENCODERS_WITHOUT_MODEL:
             yield f"model: the encoder {self.encoder} has none; set encoder=dense, or leave model out"
         if self.page_address.count("{}") != 1:
             yield f"page_address is {self.page_address!r}, but must contain {{}} once"
-        keep = self.rerank_topk or 0
-        if bool(self.retrieval_topk) != bool(keep):
-            keys = f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}"
-            yield f"{keys}: to rerank, set both (the paper: 20 and 3); else leave both out"
-        if keep > self.retrieval_topk:
-            above = f"rerank_topk is {keep}, above retrieval_topk = {self.retrieval_topk}"
-            yield f"{above}: raise the second or lower the first"
-        if self.reranker and not keep:
+        yield from self._reranker_faults()
+
+    def _url_faults(self) -> Iterator[str]:
+        urls = [self.url] if isinstance(self.url, str) else self.url
+        for url in urls:
+            address = url.rstrip("/")
+            base = address.removesuffix(ROUTE)
+            if base != address:
+                yield f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
+        for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
+            if self.url and getattr(self, key):
+                yield (
+                    f"{key} is for a service that is started here, but url is {self.url}: "
+                    f"start that service with --{option}, or leave out one of the two keys"
+                )
+
+    def _reranker_faults(self) -> Iterator[str]:
+        kept_documents = self.rerank_topk or 0
+        if bool(self.retrieval_topk) != bool(kept_documents):
+            yield (
+                f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: "
+                "to rerank, set both (the paper: 20 and 3); else leave both out"
+            )
+        if kept_documents > self.retrieval_topk:
+            yield (
+                f"rerank_topk is {kept_documents}, above retrieval_topk = {self.retrieval_topk}: "
+                "raise the second or lower the first"
+            )
+        if self.reranker and not kept_documents:
             yield f"reranker {self.reranker!r} would be without effect: set rerank_topk, or leave it out"
-        if keep and not self.url and self.corpus and not self.reranker:
-            yield f"rerank_topk is {keep}, but the service has no reranker: set reranker to a cross-encoder"
+        starts_service = self.corpus and not self.url
+        if kept_documents and starts_service and not self.reranker:
+            yield (
+                f"rerank_topk is {kept_documents}, but the service has no reranker: "
+                "set reranker to a cross-encoder"
+            )

@@ -1,4 +1,4 @@
-"""Where a run writes, what it keeps, shows and measures, and when it stops."""
+"""The run's folder, logs, checkpoints, evaluations, exports and guards."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from calibadv_jax.core.files import check_literal
 
 @dataclass(frozen=True, config=SECTION)
 class RunConfig(Section):
+    """The folder of a run, its copy, and its seed."""
+
     dir: Annotated[str, Mark.UNLEARNED, Mark.OUTPUT] = "runs/default"
     """Folder of everything the run writes, on a disk or a mounted file system."""
     mirror: Annotated[str, Mark.UNLEARNED] = ""
-    """Copy of the run's folder after every full checkpoint: s3://bucket/path, gs://bucket/path or a folder. A
-    start whose run.dir lacks the newest checkpoint fetches the run. Empty: none."""
+    """Where the run's folder is copied after every full checkpoint: s3://bucket/path, gs://bucket/path or a
+    folder. A start whose run.dir lacks the newest checkpoint fetches the run from there. Empty: no copy."""
     seed: Annotated[NonNegativeInt, Mark.COLD_START] = 0
     """Seed of initial parameters, order of questions and sampling."""
 
     def _faults(self) -> Iterator[str]:
         if "://" in self.dir:
-            yield f"{self.dir} is no folder of a file system; set run.mirror to it, and run.dir to a folder"
+            yield (
+                f"{self.dir} is not a folder of a file system; set run.mirror to it, and run.dir to a folder"
+            )
         check_literal(Path(self.dir))
 
 
 @dataclass(frozen=True, config=SECTION)
 class LogConfig:
+    """What a run logs and keeps of its training steps."""
+
     backends: list[Literal["tensorboard", "wandb", "mlflow", "prometheus"]] = field(
         default_factory=lambda: ["tensorboard"]
     )
@@ -46,9 +52,9 @@ class LogConfig:
     rollouts_keep: NonNegativeInt = 100
     """Newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10
-    """Of the older steps, every step whose number is a multiple of this stays; 0: none."""
+    """Older steps whose number is a multiple of this keep their trajectories too; 0: none."""
     transcripts: NonNegativeInt = 0
-    """Trajectories of each training step that the console shows, each of another question."""
+    """Trajectories of each training step that the console shows, each for a different question."""
     progress: bool = True
     """Show a line for each step, and the work in progress."""
     profile_step: NonNegativeInt = 0
@@ -58,6 +64,8 @@ class LogConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class CheckpointConfig:
+    """Full checkpoints, from which a run resumes, and policy snapshots."""
+
     every: NonNegativeInt = 50
     """Steps between two full checkpoints; the last step has one too. 0: only the last step."""
     keep: PositiveInt = 2
@@ -77,6 +85,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class EvaluateConfig(Section):
+    """Evaluations, on their own and during training."""
+
     policy: str = ""
     """Policy to evaluate: a HuggingFace folder, OWNER/NAME[@REVISION] of the hub, a run, its folder of
     checkpoints, a checkpoint or a snapshot; empty: the newest checkpoint of run.dir, else policy.path."""
@@ -101,8 +111,8 @@ class EvaluateConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Coverage of the confidence intervals."""
     output: Annotated[str, Mark.OUTPUT] = "${run.dir}/evaluation.json"
-    """JSON file of the scores. Beside it come the tables (.md, .csv) and the questions with their transcripts
-    (.jsonl), from which an interrupted evaluation continues."""
+    """JSON file of the scores. The tables (.md, .csv) and the questions with their transcripts (.jsonl) are
+    written beside it; an interrupted evaluation continues from the transcripts."""
 
     def _faults(self) -> Iterator[str]:
         if not self.output.endswith(".json"):
@@ -111,6 +121,8 @@ class EvaluateConfig(Section):
 
 @dataclass(frozen=True, config=SECTION)
 class ExportConfig:
+    """What `calibadv export` reads and writes."""
+
     source: str = ""
     """Checkpoint or snapshot to export; empty: the newest full checkpoint of run.dir."""
     output: Annotated[str, Mark.OUTPUT] = "${run.dir}/hf"
@@ -125,9 +137,12 @@ class ExportConfig:
 
 @dataclass(frozen=True, config=SECTION)
 class GuardsConfig:
+    """Metric thresholds that stop a run or roll it back."""
+
     action: Literal["log", "stop", "rollback"] = "log"
     """What happens when a guard trips. log: a warning, since the thresholds are rules of thumb; stop: the run
-    saves and ends; rollback: it goes back to the last good checkpoint and on with other random draws."""
+    saves its state and ends; rollback: it returns to the last good checkpoint and continues with other random
+    draws."""
     patience_steps: PositiveInt = 3
     """Steps in a row beyond a threshold before its guard trips."""
     max_rollbacks: NonNegativeInt = 3
@@ -136,12 +151,13 @@ class GuardsConfig:
     """Smallest actor/entropy allowed (nats a token). At 0.01 a policy is nearly deterministic, and groups
     tie. Healthy quickstarts end at 0.02 to 0.07. null: off."""
     min_format_valid: float | None = Field(default=0.1, gt=0, le=1)
-    """Smallest reward/format_valid allowed; below, groups hold next to no reward to compare. null: off."""
+    """Smallest reward/format_valid allowed; below it, groups have hardly any rewards to compare. null:
+    off."""
     max_think_repetition: float | None = Field(default=0.3, gt=0, le=1)
     """Largest rollout/think_repetition allowed, the share of 4-grams of a turn that are repeated in it.
     Technical prose has about 0.06, a loop close to 1. null: off."""
     max_sampled_perplexity: float | None = Field(default=10.0, gt=1)
-    """Largest rollout/sampled_perplexity allowed: usual are 1 to 3, noise has 10. null: off."""
+    """Largest rollout/sampled_perplexity allowed: 1 to 3 is usual, noise has 10. null: off."""
     max_answer_ratio: PositiveFloat | None = 5.0
     """Largest advantage/answer/ratio_before allowed: about 1 if right and wrong answers are equally long. At
-    5 wrong answers are far longer, and hardly anything is reinforced. null: off."""
+    5, wrong answers are far longer, and hardly anything is reinforced. null: off."""

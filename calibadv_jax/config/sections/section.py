@@ -13,16 +13,20 @@ from pydantic.dataclasses import dataclass
 # Unknown keys, nan and inf are refused; the text under a field is its description (docs/configuration.md).
 SECTION = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-# Before the first slash, or a password that holds a slash where the port would be.
+# A user or a password before the first slash of a URL, or a password with a slash in the place of the port.
 _CREDENTIALS = re.compile(r"(?:[a-z+.-]*:)?/*(?:[^/?#]*@|[^/?#:\[]*:(?!\d*(?:[/?#]|$))[^@]*@)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, config=SECTION)
 class Section:
-    """A section with rules between its keys; the first fault is refused with a ValueError."""
+    """A section with rules between its keys.
+
+    Raises:
+        pydantic.ValidationError: A rule is broken; the message is the first of `_faults`.
+    """
 
     def _faults(self) -> Iterator[str]:
-        """Yield what cannot work, and the way out."""
+        """Yield a message for each rule that is broken: the values, and how to correct them."""
         yield from ()
 
     @model_validator(mode="after")
@@ -33,21 +37,41 @@ class Section:
 
 
 def credential_faults(key: str, urls: str | list[str], token_variable: str = "") -> Iterator[str]:
-    """Refuse URLs with a user or a password, which would stand in the run's folder."""
-    token = f", and set the environment variable {token_variable} to a token" if token_variable else ""
+    """Yield a fault if a URL holds a user or a password, which the run's folder would then hold too.
+
+    Args:
+        key: Key of the URLs, for the message.
+        urls: A URL, or several.
+        token_variable: Environment variable to set instead; empty if the service takes no token.
+    """
     urls = [urls] if isinstance(urls, str) else urls
-    if any(_CREDENTIALS.match(url) for url in urls):
-        yield f"{key} holds a user or a password, which messages and logs would show; take them out{token}"
+    if not any(_CREDENTIALS.match(url) for url in urls):
+        return
+    advice = "take them out"
+    if token_variable:
+        advice += f", and set the environment variable {token_variable} to a token"
+    yield f"{key} holds a user or a password, which messages and logs would show; {advice}"
 
 
 class Mark(Enum):
-    """Role of a key, at its field, or at a section's field for all keys of the section; see `keys.marked`."""
+    """Role of a key: what depends on its value. `keys.marked` lists the keys of a mark.
 
-    UNLEARNED = auto()  # learning does not depend on it: a resumed run may have another value
-    LEARNED = auto()  # in a section that is UNLEARNED: learning depends on this key
-    TUNED = auto()  # people change it in the middle of a run on purpose
-    COLD_START = auto()  # the cold start depends on it
-    PER_RUN = auto()  # two runs of one experiment may have different values: seeds, places, logging
-    NO_ANSWER = auto()  # no answer of an evaluation depends on it
-    OUTPUT = auto()  # a command writes there: it follows run.dir, and lies in no other run's folder
-    PLACE = auto()  # a path or address: the model card has its last part, or nothing
+    A mark at the field of a section holds for all keys of the section.
+    """
+
+    # Learning does not depend on the key: a resumed run may have another value.
+    UNLEARNED = auto()
+    # Learning depends on the key, although its section is UNLEARNED.
+    LEARNED = auto()
+    # People change the key in the middle of a run on purpose.
+    TUNED = auto()
+    # The cold start depends on the key.
+    COLD_START = auto()
+    # Two runs of one experiment may have different values: seeds, paths, logging.
+    PER_RUN = auto()
+    # No answer of an evaluation depends on the key.
+    NO_ANSWER = auto()
+    # A command writes to this path. It follows run.dir, and is never inside another run's folder.
+    OUTPUT = auto()
+    # The key is a path or address: the model card shows its last part, or nothing.
+    PLACE = auto()
