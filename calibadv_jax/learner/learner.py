@@ -20,6 +20,7 @@ from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches, r
 from calibadv_jax.learner.losses import LossFunction, Metrics
 from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
 from calibadv_jax.policy.adapters import merge_params
+from calibadv_jax.policy.attention import SHARING, keys_computed
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import (
     batch_sharding,
@@ -28,7 +29,7 @@ from calibadv_jax.policy.sharding import (
     replicated,
     with_shardings,
 )
-from calibadv_jax.policy.transformer import SHARING, Decoder, Params, Policy, keys_computed
+from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
 
 State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; as in a checkpoint

@@ -16,7 +16,8 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import plan, row_shapes
 from calibadv_jax.learner.losses import policy_loss
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.transformer import Numerics, keys_computed
+from calibadv_jax.policy.attention import keys_computed
+from calibadv_jax.policy.transformer import Numerics
 
 FLASH_BACKWARD = 2.5  # times the forward pass: the scores are computed once more
 
