@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from benchmarks.device import SHAPES
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.learner import Learner, LearnerOptions
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.attention import KERNELS

@@ -17,7 +17,7 @@ from tiny_policy import GROUPED, tiny
 from calibadv_jax.config import LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.policy.attention import packed_attention
 from calibadv_jax.policy.sharding import make_mesh
 
