@@ -21,7 +21,13 @@ from calibadv_jax.config import Aggregation
 Arrays = Sequence[np.ndarray]  # one array for each sample, or for each batch
 
 # Widths of rows as shares of the pack length, the most useful first.
-WIDTHS = (Fraction(1), Fraction(1, 2), Fraction(3, 4), Fraction(1, 4), Fraction(3, 8))
+WIDTHS = (
+    Fraction(1),
+    Fraction(1, 2),
+    Fraction(3, 4),
+    Fraction(1, 4),
+    Fraction(3, 8),
+)
 MIN_SAVING = 0.01  # Share of the cost that another width must save, since it takes a compilation.
 # Up to so many samples a microbatch is a large share of the cost, so that more packings are tried.
 FEW_SAMPLES = 32
@@ -124,8 +130,10 @@ def token_weights(
         "sequence_sum": num_trained_samples,
         "sequence_sum_norm": num_trained_samples * length_norm,
     }[aggregation]
-    weights = (1.0 / np.maximum(1, divisors) * (counts > 0)).astype(np.float32)  # of a sample's tokens
-    return [sample.mask * weight for sample, weight in zip(samples, weights, strict=True)]
+    # The weight of each trained token of a sample; 0 without one.
+    sample_weights = 1.0 / np.maximum(1, divisors) * (counts > 0)
+    pairs = zip(samples, sample_weights.astype(np.float32), strict=True)
+    return [sample.mask * weight for sample, weight in pairs]
 
 
 def content_of(samples: Sequence[Sample]) -> str:
@@ -477,9 +485,12 @@ class Rows:
             [T] for each sample: entry t belongs to token t. It is 0 for tokens without a column of the loss,
             such as the first one.
         """
-        results = [np.zeros(len(sample.tokens), values[0].dtype) for sample in self.samples]
+        results = []
+        for sample in self.samples:
+            results.append(np.zeros(len(sample.tokens), values[0].dtype))
         for part in self._sample_columns():
-            results[part.index][part.tokens] = values[part.placement.batch][part.place]
+            batch_values = values[part.placement.batch]
+            results[part.index][part.tokens] = batch_values[part.place]
         return results
 
     def _make_plan(self, shapes: Sequence[RowShape]) -> Plan:
@@ -558,7 +569,11 @@ def abstract_batch(shape: tuple[int, ...], sharding: NamedSharding, shares_prefi
     if shares_prefixes:
         batch.ends = batch.tokens
         batch.sources = batch.tokens
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding), batch)
+
+    def struct(array: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(struct, batch)
 
 
 def _empty_batch(shape: tuple[int, int]) -> Batch:

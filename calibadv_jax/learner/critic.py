@@ -157,6 +157,9 @@ def learn_values(
         history.append(metrics)
     if not history:
         return state, {}
-    means = {name: math.fsum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+    means: dict[str, float] = {}
+    for name in history[0]:
+        total = math.fsum(metrics[name] for metrics in history)
+        means[name] = total / len(history)
     means["critic/updates"] = float(len(history))
     return state, means

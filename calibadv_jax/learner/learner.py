@@ -125,7 +125,11 @@ class Learner:
     metrics_prefix = "actor"
 
     def __init__(
-        self, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh, options: LearnerOptions
+        self,
+        policy: Policy,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        options: LearnerOptions,
     ):
         options.check(policy, mesh)
         self.policy = policy
@@ -168,7 +172,11 @@ class Learner:
         return merge_params(self.base, params)
 
     def update(
-        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
+        self,
+        state: State,
+        batches: Sequence[Batch],
+        loss: LossFunction,
+        reference: Params | None = None,
     ) -> tuple[State, dict[str, float]]:
         """Update the parameters once, by all rows of packed batches.
 
@@ -330,12 +338,19 @@ class Learner:
             return total, metrics | {f"{self.metrics_prefix}/loss": total}
 
         def accumulate(
-            base: Params, state: State, gradients: Params, microbatch: Batch, reference: Params | None
+            base: Params,
+            state: State,
+            gradients: Params,
+            microbatch: Batch,
+            reference: Params | None,
         ) -> tuple[Params, Metrics]:
             gradient = jax.grad(objective, has_aux=True)
             change, metrics = gradient(state["params"], base, microbatch, reference)
-            gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, change)
-            return gradients, metrics
+
+            def add(total: Array, part: Array) -> Array:
+                return total + part.astype(jnp.float32)
+
+            return jax.tree.map(add, gradients, change), metrics
 
         # Unused arguments stay, so that the compiler's plan of the memory counts the optimizer's state.
         return jax.jit(
@@ -367,7 +382,11 @@ class Learner:
         changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], changes)
         new_state = {"params": params, "opt_state": opt_state, "updates": state["updates"] + 1}
-        new_state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new_state, state)
+
+        def keep_if_finite(new: Array, old: Array) -> Array:
+            return jnp.where(is_finite, new, old)
+
+        new_state = jax.tree.map(keep_if_finite, new_state, state)
         metrics = {
             f"{self.metrics_prefix}/grad_norm": norm,
             f"{self.metrics_prefix}/skipped": 1.0 - is_finite,
@@ -375,7 +394,11 @@ class Learner:
         return new_state, metrics
 
     def _values(
-        self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
+        self,
+        base: Params,
+        params: Params,
+        microbatch: Batch,
+        used: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return log-probabilities and entropies of the targets.
 

@@ -171,7 +171,11 @@ class PolicyLoss:
         return bool(np.any(sample.advantages[sample.mask]))
 
     def factors(
-        self, samples: Sequence[Sample], weights: Arrays, logprobs: Arrays | None, rng: Generator
+        self,
+        samples: Sequence[Sample],
+        weights: Arrays,
+        logprobs: Arrays | None,
+        rng: Generator,
     ) -> list[np.ndarray] | None:
         """Return the factor of each token from statistics of the mini-batch.
 
@@ -208,7 +212,11 @@ class PolicyLoss:
         return np.split(factors, ends)[:-1]
 
     def __call__(
-        self, logprobs: Array, entropies: Array, batch: Batch, reference: Array | None
+        self,
+        logprobs: Array,
+        entropies: Array,
+        batch: Batch,
+        reference: Array | None,
     ) -> tuple[Array, Metrics]:
         """Compute the loss of packed rows: the sum of weights * (term - entropy bonus + KL term).
 

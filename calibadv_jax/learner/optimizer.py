@@ -173,7 +173,11 @@ class SplitStep:
     """
 
     def __init__(
-        self, step: Step, abstract: State, on_devices: Sequence[NamedSharding], owners: Sequence[str]
+        self,
+        step: Step,
+        abstract: State,
+        on_devices: Sequence[NamedSharding],
+        owners: Sequence[str],
     ):
         self._step = step
         self._device_shardings = on_devices

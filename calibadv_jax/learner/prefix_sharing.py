@@ -121,8 +121,12 @@ def prefix_trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[
     Yields:
         Trees; together they hold each sample once.
     """
+
+    def token_bytes(index: int) -> bytes:
+        return samples[index].tokens.astype(">u4").tobytes()  # big-endian: bytes sort as the numbers do
+
     # In the order of their tokens, samples with a long common prefix are neighbours.
-    order = sorted(range(len(samples)), key=lambda index: samples[index].tokens.astype(">u4").tobytes())
+    order = sorted(range(len(samples)), key=token_bytes)
     # Of the tree so far: number of a sample -> tokens that it shares with the sample before it.
     shared: dict[int, int] = {}
     num_nodes = 0

@@ -51,7 +51,11 @@ class Updater(Protocol):
     """The methods of a `Learner` that `learn` calls."""
 
     def update(
-        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
+        self,
+        state: State,
+        batches: Sequence[Batch],
+        loss: LossFunction,
+        reference: Params | None = None,
     ) -> tuple[State, dict[str, float]]:
         """Update once; see `Learner.update`."""
         ...
@@ -132,12 +136,7 @@ def learn(
         state, metrics = learner.update(state, batches, loss, reference)
         is_mean = loss.config.aggregation in MEAN_AGGREGATIONS
         total_weight = 1.0 if is_mean else float(sum(values.sum() for values in weights))
-        computed_weight = float(sum(batch.weights.sum() for batch in batches))
-        num_columns = sum(batch.tokens.size for batch in batches)
-        metrics = dict(metrics)
-        metrics["actor/computed_share"] = computed_weight / total_weight
-        metrics["actor/row_fill"] = rows.computed / max(1, num_columns)
-        history.append(metrics)
+        history.append(metrics | _row_metrics(rows, batches, total_weight))
         counts["tokens"] += rows.tokens
         counts["positions"] += rows.positions
         counts["trained"] += sum(int(np.count_nonzero(batch.weights)) for batch in batches)
@@ -145,8 +144,22 @@ def learn(
     return Learned(state, means, samples)
 
 
+def _row_metrics(rows: Rows, batches: Sequence[Batch], total_weight: float) -> dict[str, float]:
+    """Return the share of the weights that is computed, and the share of the columns that hold a token."""
+    computed_weight = float(sum(batch.weights.sum() for batch in batches))
+    num_columns = sum(batch.tokens.size for batch in batches)
+    return {
+        "actor/computed_share": computed_weight / total_weight,
+        "actor/row_fill": rows.computed / max(1, num_columns),
+    }
+
+
 def _recompute_logprobs(
-    learner: Updater, params: Params, samples: list[Sample], indices: np.ndarray, config: LearnerConfig
+    learner: Updater,
+    params: Params,
+    samples: list[Sample],
+    indices: np.ndarray,
+    config: LearnerConfig,
 ) -> None:
     """Replace samples by copies with the learner's log-probabilities as the ratio's denominator.
 
@@ -202,7 +215,11 @@ def probe_tokens(vocab_size: int, max_length: int) -> np.ndarray:
 
 
 def logprob_mismatch(
-    learner: Updater, params: Params, config: LearnerConfig, tokens: np.ndarray, worker_logprobs: Arrays
+    learner: Updater,
+    params: Params,
+    config: LearnerConfig,
+    tokens: np.ndarray,
+    worker_logprobs: Arrays,
 ) -> dict[str, float]:
     """Compare the log-probabilities of tokens under each worker's weights with the learner's.
 

@@ -37,7 +37,13 @@ SCORE_BYTES = 2**28
 
 
 def packed_attention(
-    q: Array, k: Array, v: Array, segment_ids: Array, kernel: Kernel, chunk: int, ends: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    kernel: Kernel,
+    chunk: int,
+    ends: Array | None = None,
 ) -> Array:
     """Attend causally within the segments of packed rows, or within the branches of their prefix trees.
 

@@ -213,14 +213,22 @@ class _OutputHead:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
-    head: _OutputHead, hidden: Array, weights: Array, targets: Array, used: Array
+    head: _OutputHead,
+    hidden: Array,
+    weights: Array,
+    targets: Array,
+    used: Array,
 ) -> tuple[Array, Array]:
     results, _ = _forward(head, hidden, weights, targets, used)
     return results
 
 
 def _forward(
-    head: _OutputHead, hidden: Array, weights: Array, targets: Array, used: Array
+    head: _OutputHead,
+    hidden: Array,
+    weights: Array,
+    targets: Array,
+    used: Array,
 ) -> tuple[tuple[Array, Array], Arrays]:
     keeps_logits = hidden.shape[1] <= head.chunk
 
@@ -274,7 +282,9 @@ def _backward(
                 (hidden_gradient,) = chunks.write(number, (hidden_gradient,), (states_gradient,))
                 return hidden_gradient, weights_gradient + change
 
-            start = (jnp.zeros(hidden.shape, hidden.dtype), jnp.zeros(all_weights.shape, jnp.float32))
+            hidden_zeros = jnp.zeros(hidden.shape, hidden.dtype)
+            weights_zeros = jnp.zeros(all_weights.shape, jnp.float32)
+            start = (hidden_zeros, weights_zeros)
             hidden_gradient, weights_gradient = jax.lax.fori_loop(0, chunks.count, add_chunk, start)
         weights_gradient = head.layout.scatter_width(weights_gradient, head.width_axis)
         return hidden_gradient, weights_gradient.astype(weights.dtype)
@@ -317,7 +327,7 @@ class _Chunks:
         num_rows, length = used.shape
         size = num_rows * min(head.chunk, math.ceil(length / MIN_CHUNKS))
         padded_size = math.ceil(used.size / size) * size
-        columns = jnp.nonzero(used.reshape(-1), size=padded_size, fill_value=used.size)[0]
+        (columns,) = jnp.nonzero(used.reshape(-1), size=padded_size, fill_value=used.size)
         count = -(-used.sum() // size)
         if head.layout.rows:
             # The same count on every device, since devices that share a row's vocabulary exchange sums in
@@ -340,7 +350,8 @@ class _Chunks:
         updated = []
         for array, value in zip(arrays, values, strict=True):
             tokens = array.reshape(-1, *array.shape[2:])  # [B*T, ...]
-            updated.append(tokens.at[columns].set(value[0], mode="drop").reshape(array.shape))
+            tokens = tokens.at[columns].set(value[0], mode="drop")
+            updated.append(tokens.reshape(array.shape))
         return tuple(updated)
 
     def _columns(self, number: Array) -> Array:

@@ -314,7 +314,12 @@ class VocabLayout:
 
     def spec(self, *axes: str | None) -> P:
         """Return the PartitionSpec of an array whose axes are "rows", "width", "vocab" or None."""
-        mesh_axes = {"rows": self.rows or None, "width": self.width, "vocab": self.vocab, None: None}
+        mesh_axes = {
+            "rows": self.rows or None,
+            "width": self.width,
+            "vocab": self.vocab,
+            None: None,
+        }
         return P(*(mesh_axes[axis] for axis in axes))
 
     def first_token(self, shard_size: int) -> Array | int:

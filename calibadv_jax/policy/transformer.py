@@ -296,7 +296,12 @@ class Block(nnx.Module):
         return constrain(x, "batch", "length", "activation")
 
     def forward_cached(
-        self, x: Array, rope: Rope, view: CacheView, stack: Stack, layer: Array
+        self,
+        x: Array,
+        rope: Rope,
+        view: CacheView,
+        stack: Stack,
+        layer: Array,
     ) -> tuple[Array, Stack]:
         """Compute the layer for new tokens of the sampler, whose sequences begin in the KV cache.
 
@@ -344,7 +349,11 @@ class Decoder(nnx.Module):
             self.lm_head = nnx.Linear(hidden_size, vocab_size, use_bias=False, **build.options)
 
     def __call__(
-        self, tokens: Array, positions: Array, segment_ids: Array, ends: Array | None = None
+        self,
+        tokens: Array,
+        positions: Array,
+        segment_ids: Array,
+        ends: Array | None = None,
     ) -> Array:
         """Compute the hidden states of packed rows.
 
@@ -521,10 +530,10 @@ class Policy:
         self.numerics = numerics
         self.adapters = adapters
         self.kind = kind
-        self.graph, state = nnx.split(nnx.eval_shape(lambda: self._decoder(adapters, nnx.Rngs(0))))
+        self.graph, state = self._split_abstract(adapters)
         self._base_graph = self.graph
         if adapters:
-            self._base_graph, _ = nnx.split(nnx.eval_shape(lambda: self._decoder(None, nnx.Rngs(0))))
+            self._base_graph, _ = self._split_abstract(None)
         self.abstract_params: Params = nnx.to_pure_dict(state)
         self.abstract_base, added = split(self.abstract_params)
         self.abstract_trained: Params = added if adapters else self.abstract_params
@@ -566,9 +575,6 @@ class Policy:
         decoder = self._decoder(self.adapters, rngs)
         return nnx.to_pure_dict(nnx.state(decoder))
 
-    def _decoder(self, adapters: Adapters | None, rngs: nnx.Rngs) -> Decoder:
-        return self.kind(DecoderParts(self.architecture, self.numerics, adapters, rngs))
-
     def empty_cache(self, slots: int, length: int) -> Cache:
         """Return a KV cache of zeros in the compute dtype.
 
@@ -591,3 +597,11 @@ class Policy:
             values = jnp.zeros((size, *layer_shape), dtype)
             cache.append((keys, values))
         return cache
+
+    def _decoder(self, adapters: Adapters | None, rngs: nnx.Rngs) -> Decoder:
+        return self.kind(DecoderParts(self.architecture, self.numerics, adapters, rngs))
+
+    def _split_abstract(self, adapters: Adapters | None) -> tuple[Any, Any]:
+        """Return graph and state of a decoder whose parameters are ShapeDtypeStructs."""
+        decoder = nnx.eval_shape(lambda: self._decoder(adapters, nnx.Rngs(0)))
+        return nnx.split(decoder)

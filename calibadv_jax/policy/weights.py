@@ -127,7 +127,8 @@ def hf_shapes(abstract: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def shape_problems(
-    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
     """Describe every missing, unexpected and misshapen tensor.
 
@@ -160,7 +161,11 @@ def summary(problems: Sequence[str]) -> str:
 
 
 def from_hf(
-    path: str, read: Callable[[str, Region], np.ndarray], num_layers: int, region: Region, dtype: Any
+    path: str,
+    read: Callable[[str, Region], np.ndarray],
+    num_layers: int,
+    region: Region,
+    dtype: Any,
 ) -> np.ndarray:
     """Assemble a region of one of our parameters from HuggingFace's tensors.
 

@@ -69,7 +69,9 @@ def _forward(q: Array, k: Array, v: Array, ends: Array, block: int) -> tuple[Arr
         zeros = jnp.zeros(block_queries.shape, jnp.float32)
         start = (zeros, zeros[..., 0] + MASKED, zeros[..., 0])
         out, largest, total = visibility.visit_keys(query_block, visit, start)
-        return (out / total[..., None]).astype(q.dtype), largest + jnp.log(total)
+        block_out = (out / total[..., None]).astype(q.dtype)
+        log_sum_exp = largest + jnp.log(total)
+        return block_out, log_sum_exp
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
     rows = _to_rows(out, q.shape)
@@ -148,7 +150,8 @@ class _Visibility:
         # Every column sees itself. The padding sees nothing else.
         padded = jnp.maximum(padded, columns + 1)
         # [B, T]: the first column that sees no key before this column.
-        ends_before = jnp.pad(jax.lax.cummax(padded, axis=1)[:, :-1], ((0, 0), (1, 0)))
+        largest_end = jax.lax.cummax(padded, axis=1)
+        ends_before = jnp.pad(largest_end[:, :-1], ((0, 0), (1, 0)))
         # [B, T]: the first column of the outermost sequence that a column belongs to.
         sequence_start = jax.lax.cummax(jnp.where(ends_before <= columns, columns, 0), axis=1)
         ends_in_blocks = padded.reshape(batch, -1, block).transpose(1, 0, 2)  # [n, B, C]
@@ -199,7 +202,8 @@ def _scale(queries: Array) -> float:
 def _to_blocks(x: Array, num_kv: int, block: int) -> Array:
     """Cut [B, T, N, H] into [n, B, K, G*C, H]: the queries of a key-value head are one matrix."""
     batch, length, num_heads, head_dim = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    padding = -length % block
+    x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
     x = x.reshape(batch, -1, block, num_kv, num_heads // num_kv, head_dim)  # [B, n, C, K, G, H]
     x = x.transpose(1, 0, 3, 4, 2, 5)  # [n, B, K, G, C, H]
     return x.reshape(x.shape[0], batch, num_kv, -1, head_dim)

@@ -104,4 +104,5 @@ def _round_up(length: int, multiple: int) -> int:
 
 def _pad_tokens(x: Array, length: int) -> Array:
     """Pad [B, T, N, H] with zeros to `length` tokens. The padding is in segment 0."""
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    padding = length - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
