@@ -292,7 +292,7 @@ def torch_calls(setting: Setting, folder: Path, name: str) -> Calls:
 
 
 def torch_loss(logprobs: torch.Tensor, logits: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Compute `losses.policy_gradient` on the policy's own samples, with the entropy that it reports."""
+    """Compute `objective.policy_gradient` on the policy's own samples, with the entropy that it reports."""
     log_ratio = torch.clamp(logprobs - logprobs.detach(), -20.0, 20.0)
     ratio = torch.exp(log_ratio)
     clipped = torch.clamp(ratio, 1.0 - LOSS.clip_low, 1.0 + LOSS.clip_high)
