@@ -28,7 +28,7 @@ from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig, PolicyC
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.learner.batching import Batch, Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

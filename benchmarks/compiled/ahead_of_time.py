@@ -43,7 +43,7 @@ from calibadv_jax.contrib.planning.compiled import SAMPLED, TRAINED, compiled_fi
 from calibadv_jax.contrib.planning.hardware import GPUS, Target, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Kernel
+from calibadv_jax.policy.attention import Kernel
 
 KERNELS: dict[str, Kernel] = {
     "tpu": "splash",

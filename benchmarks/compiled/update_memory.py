@@ -22,11 +22,12 @@ from jax.experimental import topologies
 from benchmarks.device import SHAPES
 from calibadv_jax.config import LossConfig, MeshConfig, OptimizerConfig
 from calibadv_jax.learner.learner import Learner, LearnerOptions
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.attention import KERNELS
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import KERNELS, Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics, Policy
 
 MIB = 2**20
 

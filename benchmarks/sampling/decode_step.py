@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from benchmarks.device import SHAPES
 from benchmarks.update.update_speed import seconds
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.transformer import Cache, Numerics, Params, Policy
+from calibadv_jax.policy.attention import Cache
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.sampler.engine import even_widths
 from calibadv_jax.sampler.sampling import sample_tokens
 

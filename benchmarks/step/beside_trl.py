@@ -41,7 +41,7 @@ from calibadv_jax.core.interfaces import Sampler, SamplingParams
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, LearnerOptions
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn
 from calibadv_jax.rollout.prompts import open_prompt

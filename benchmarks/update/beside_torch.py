@@ -51,7 +51,7 @@ from calibadv_jax.config import Config, LearnerConfig, LossConfig, MeshConfig, O
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn, sample_logprobs
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -292,7 +292,7 @@ def torch_calls(setting: Setting, folder: Path, name: str) -> Calls:
 
 
 def torch_loss(logprobs: torch.Tensor, logits: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Compute `losses.policy_gradient` on the policy's own samples, with the entropy that it reports."""
+    """Compute `objective.policy_gradient` on the policy's own samples, with the entropy that it reports."""
     log_ratio = torch.clamp(logprobs - logprobs.detach(), -20.0, 20.0)
     ratio = torch.exp(log_ratio)
     clipped = torch.clamp(ratio, 1.0 - LOSS.clip_low, 1.0 + LOSS.clip_high)

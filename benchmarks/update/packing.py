@@ -21,8 +21,9 @@ from calibadv_jax.config import MeshConfig
 from calibadv_jax.learner.batching import plan, row_shapes
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.attention import Kernel
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import Kernel, Numerics, Policy
+from calibadv_jax.policy.transformer import Numerics, Policy
 
 Draw = Callable[[np.random.Generator], np.ndarray]
 MOST = 5  # widths

@@ -25,7 +25,7 @@ from benchmarks.sampling.rollout_loops import shape
 from calibadv_jax.config import MeshConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import negative_log_likelihood
+from calibadv_jax.learner.objective import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh

@@ -28,7 +28,7 @@ from calibadv_jax.contrib.cli.replay import KeptPolicy, kept_config, kept_sample
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import policy_learner
-from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.objective import policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.learner.step import learn, mini_batches, packed
 from calibadv_jax.rollout_store.reader import find_step, read_step

@@ -35,7 +35,7 @@ from calibadv_jax.contrib.worlds.demonstrations import imperfect
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.learner.batching import RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
+from calibadv_jax.learner.objective import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.learner.step import learn
 from calibadv_jax.policy import transformer

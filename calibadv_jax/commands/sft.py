@@ -33,7 +33,7 @@ from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demon
 from calibadv_jax.distributed.joining import alone
 from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
-from calibadv_jax.learner.losses import negative_log_likelihood
+from calibadv_jax.learner.objective import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console

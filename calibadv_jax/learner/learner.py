@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches, rows_at
-from calibadv_jax.learner.losses import LossFunction, Metrics
+from calibadv_jax.learner.objective import LossFunction, Metrics
 from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
 from calibadv_jax.policy.adapters import merge_params
+from calibadv_jax.policy.attention import SHARING, keys_computed
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import (
     batch_sharding,
@@ -28,157 +29,248 @@ from calibadv_jax.policy.sharding import (
     replicated,
     with_shardings,
 )
-from calibadv_jax.policy.transformer import SHARING, Decoder, Params, Policy, keys_computed
+from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
 
-State = dict[str, Any]  # {"params", "opt_state", "updates": int32 []}; as in a checkpoint
-HOST = "pinned_host"  # JAX's name of host memory from which devices copy
+# {"params": trained parameters, "opt_state": the optimizer's, "updates": int32 []}, as in a checkpoint.
+State = dict[str, Any]
+HOST = "pinned_host"  # JAX's name of host memory that devices copy from
+SHARED_LEAF = ""  # Owner of a leaf of the state that belongs to no single parameter.
 
 
 @dataclass(frozen=True)
 class LearnerOptions:
-    rows: int  # packed rows of one microbatch; a multiple of data x fsdp devices
-    temperature: float = 1.0  # of the sampler; the learner's logits are divided by it, too
-    logprob_chunk: int = 1024  # tokens of each of `rows` rows whose logits exist at once
-    pack_length: int = 0  # of the widest rows; a microbatch has more of narrower ones. 0: `rows` of any width
-    entropy_gradient: bool = True  # False: the entropy is no term of the loss, only reported
-    offload: bool = False  # the optimizer's moments lie in host memory between the updates
-    shares_prefixes: bool = False  # samples share computed tokens, see `batching.PrefixSharedRows`
-    rows_key: str = "learner.microbatch_rows"  # the config key of `rows`, for messages
+    """How a learner computes.
+
+    Attributes:
+        rows: packed rows of one microbatch; a multiple of the data x fsdp devices.
+        temperature: of the sampler; the learner's logits are divided by it, too.
+        logprob_chunk: tokens of each of `rows` rows whose logits exist at once.
+        pack_length: tokens of the widest rows; a microbatch has more of narrower rows. 0: a microbatch has
+            `rows` rows of any width.
+        entropy_gradient: False: the entropy is only reported, and is no term of the loss.
+        offload: whether the optimizer's moments are in host memory between the updates.
+        shares_prefixes: whether samples share computed tokens (`prefix_sharing.PrefixSharedRows`).
+        rows_key: the config key of `rows`, for messages.
+    """
+
+    rows: int
+    temperature: float = 1.0
+    logprob_chunk: int = 1024
+    pack_length: int = 0
+    entropy_gradient: bool = True
+    offload: bool = False
+    shares_prefixes: bool = False
+    rows_key: str = "learner.microbatch_rows"
 
     @classmethod
     def from_config(cls, config: Config, optimizer: OptimizerConfig) -> LearnerOptions:
-        """Return the options of a run's training steps with the policy's or the critic's optimizer."""
+        """Return the options of a run's training steps.
+
+        Args:
+            config: of the run.
+            optimizer: the policy's or the critic's.
+        """
         return cls(
-            config.learner.microbatch_rows,
-            config.rollout.temperature or 1.0,
-            config.policy.logprob_chunk,
-            config.learner.pack_length,
+            rows=config.learner.microbatch_rows,
+            temperature=config.rollout.temperature or 1.0,
+            logprob_chunk=config.policy.logprob_chunk,
+            pack_length=config.learner.pack_length,
             entropy_gradient=config.loss.entropy_coef != 0,
             offload=optimizer.offload == "host",
             shares_prefixes=config.learner.share_prefixes,
         )
 
     def check(self, policy: Policy, mesh: Mesh) -> None:
-        """Raise UserError if the devices cannot divide the rows, or the kernel cannot share tokens."""
-        if self.rows % (shards := mesh.shape["data"] * mesh.shape["fsdp"]):
+        """Check that these options fit a policy and a mesh.
+
+        Raises:
+            UserError: if the devices do not divide the rows, or the kernel cannot share tokens.
+        """
+        row_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        if self.rows % row_shards:
+            next_multiple = -(-self.rows // row_shards) * row_shards
             raise UserError(
-                f"{self.rows_key} is {self.rows}, but must be a multiple of mesh.data x mesh.fsdp = {shards}"
-                f" devices: set it to {-(-self.rows // shards) * shards}"
+                f"{self.rows_key} is {self.rows}, but must be a multiple of mesh.data x mesh.fsdp ="
+                f" {row_shards} devices: set it to {next_multiple}"
             )
-        if self.shares_prefixes and policy.numerics.kernel not in SHARING:
+        kernel = policy.numerics.kernel
+        if self.shares_prefixes and kernel not in SHARING:
             raise UserError(
-                f"learner.share_prefixes is true, but policy.attention is {policy.numerics.kernel}, which"
+                f"learner.share_prefixes is true, but policy.attention is {kernel}, which"
                 f" cannot share tokens: set it to {' or '.join(SHARING)}, or learner.share_prefixes=false"
             )
 
 
 class Learner:
-    """Owns the compiled functions; the state is passed to its methods and donated by `update`.
+    """Owns the compiled functions; the state is passed to its methods, and donated by `update`.
 
-    The state holds the trained parameters. The frozen ones of a policy with adapters are `base` (from `init`;
-    else empty), which is never donated: samplers may share it. `abstract_state` has the ShapeDtypeStructs of
-    the state, with shardings, for restoring a checkpoint. Raises UserError as `LearnerOptions.check`.
+    The state holds the trained parameters.
+
+    Args:
+        policy: the decoder.
+        optimizer: applied to the sum of gradients.
+        mesh: the devices.
+        options: how it computes.
+
+    Attributes:
+        base: frozen parameters of a policy with adapters, from `init`; else empty. They are never donated, so
+            that samplers may share them.
+        abstract_state: ShapeDtypeStructs of the state, with shardings, for restoring a checkpoint.
+
+    Raises:
+        UserError: as `LearnerOptions.check`.
     """
 
-    metrics_of = "actor"  # prefix of its metrics
+    metrics_prefix = "actor"
 
     def __init__(
-        self, policy: Policy, optimizer: optax.GradientTransformation, mesh: Mesh, options: LearnerOptions
+        self,
+        policy: Policy,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        options: LearnerOptions,
     ):
         options.check(policy, mesh)
-        self.policy, self.optimizer, self.mesh, self.options = policy, optimizer, mesh, options
+        self.policy = policy
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.options = options
         self.base: Params = {}
-        abstract = jax.eval_shape(self._state_of, policy.abstract_trained)
+        abstract = jax.eval_shape(self._initial_state, policy.abstract_trained)
         self._state_shardings = self._shardings(abstract, options.offload)
         self.abstract_state = with_shardings(abstract, self._state_shardings)
-        self._abstract_base = placed_params(policy.split(policy.abstract_params)[0], mesh)
+        frozen, _ = policy.split(policy.abstract_params)
+        self._abstract_base = placed_params(frozen, mesh)
         self._abstract_gradients = placed_params(policy.abstract_trained, mesh, jnp.float32)
-        self._placed = param_shardings(policy.abstract_trained, mesh)
+        self._gradient_shardings = param_shardings(policy.abstract_trained, mesh)
         self._accumulate: dict[LossFunction, jax.stages.Wrapped] = {}
-        self._apply: SplitStep | jax.stages.Wrapped
-        if options.offload:
-            placed = jax.tree.leaves(self._shardings(abstract, offload=False))
-            owners = jax.tree.leaves(self._owners(abstract))
-            self._apply = SplitStep(self._applied, self.abstract_state, placed, owners)
-        else:
-            shardings = self._state_shardings, None
-            self._apply = jax.jit(self._applied, donate_argnums=0, out_shardings=shardings)
+        self._apply = self._compile_apply(abstract)
         zeros = functools.partial(optax.tree.zeros_like, policy.abstract_trained, jnp.float32)
-        self._zeros = jax.jit(zeros, out_shardings=self._placed)
-        self._is_shared = jax.process_count() > 1  # not the mesh's: it may be a topology's
-        # Every process holds all of the values that it reads.
-        whole = replicated(mesh) if self._is_shared else None
-        self._logprobs = jax.jit(lambda *arguments: self._values(*arguments)[0], out_shardings=whole)
+        self._zeros = jax.jit(zeros, out_shardings=self._gradient_shardings)
+        # By the number of processes and not by the mesh, which may be a topology without devices.
+        self._has_many_processes = jax.process_count() > 1
+        self._logprobs = self._compile_logprobs()
         self._norm = jax.jit(optax.tree.norm)
-        self._pass: tuple[list[Any], int] = [], 0  # in progress: results of microbatches, and their number
+        # The pass in progress: results of its microbatches so far, and the number of its microbatches.
+        self._pass: tuple[list[Any], int] = ([], 0)
+
+    # --- Training ---
 
     def init(self, params: Params) -> State:
-        """Return the first state. `params` must be in their shardings; the trained ones are donated."""
+        """Return the first state.
+
+        Args:
+            params: all parameters of the policy, in their shardings. The trained ones are donated.
+        """
         self.base, trained = self.policy.split(params)
-        return jax.jit(self._state_of, out_shardings=self._state_shardings, donate_argnums=0)(trained)
+        initialise = jax.jit(self._initial_state, out_shardings=self._state_shardings, donate_argnums=0)
+        return initialise(trained)
 
     def whole(self, params: Params) -> Params:
-        """Join the base and these parameters; no array is copied."""
+        """Return all parameters, given the trained ones; no array is copied."""
         return merge_params(self.base, params)
 
     def update(
-        self, state: State, batches: Sequence[Batch], loss: LossFunction, reference: Params | None = None
+        self,
+        state: State,
+        batches: Sequence[Batch],
+        loss: LossFunction,
+        reference: Params | None = None,
     ) -> tuple[State, dict[str, float]]:
-        """Update once, over all rows of packed batches [R, L], each with an L of its own.
-
-        A non-finite gradient leaves the state unchanged and is reported as ``skipped`` = 1. Without
-        batches the gradient is 0, and the loss and its terms are omitted.
+        """Update the parameters once, by all rows of packed batches.
 
         Args:
-            loss: from `losses`; the same object must be passed every time (one compilation each).
-            reference: parameters of the KL term's policy; {} is the base without adapters. None: no term.
+            state: from `init`, an earlier update or a checkpoint; donated.
+            batches: packed rows [R, L], each batch with an L of its own. Without batches the gradient is 0.
+            loss: from `objective`. Pass the same object every time, since each is compiled once.
+            reference: parameters of the KL term's policy; {}: the base without adapters. None: no term.
+
+        Returns:
+            The new state, and metrics: sums over the microbatches, the gradient's norm, and ``skipped``. With
+            a non-finite gradient the state is unchanged and ``skipped`` is 1. Without batches the loss and
+            its terms are omitted.
         """
         if loss not in self._accumulate:
-            self._accumulate[loss] = self._compile(loss)
-        parts: list[Metrics] = []
+            self._accumulate[loss] = self._compile_accumulate(loss)
+        accumulate = self._accumulate[loss]
+        microbatch_metrics: list[Metrics] = []
         with jax.set_mesh(self.mesh):
             gradients = self._zeros()
-            accumulate = self._accumulate[loss]
-            for microbatch in self._microbatches(batches, parts):
+            for microbatch in self._microbatches(batches, microbatch_metrics):
                 gradients, metrics = accumulate(self.base, state, gradients, microbatch, reference)
-                parts.append(metrics)
-            state, applied = self._apply(state, gradients)
-        sums, applied = jax.device_get((parts, applied))
-        self._pass = [], 0
-        totals = {name: float(sum(part[name] for part in sums)) for name in sums[0]} if sums else {}
-        return state, totals | {name: float(value) for name, value in applied.items()}
+                microbatch_metrics.append(metrics)
+            state, step_metrics = self._apply(state, gradients)
+        summands, step_values = jax.device_get((microbatch_metrics, step_metrics))
+        self._pass = ([], 0)
+        totals: dict[str, float] = {}
+        if summands:
+            for name in summands[0]:
+                totals[name] = float(sum(values[name] for values in summands))
+        for name, value in step_values.items():
+            totals[name] = float(value)
+        return state, totals
 
     def is_finite(self, params: Params) -> bool:
+        """Return whether no parameter is NaN or infinite."""
         with jax.set_mesh(self.mesh):
             return bool(np.isfinite(jax.device_get(self._norm(params))))
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
-        """Return the log-probabilities of the targets of packed rows: float32 [R, L]."""
-        parts: list[Array] = []
+        """Return the log-probabilities of the targets of packed rows.
+
+        Args:
+            params: trained parameters.
+            batch: packed rows [R, L].
+
+        Returns:
+            Nats, float32 [R, L].
+        """
+        results: list[Array] = []
         with jax.set_mesh(self.mesh):
-            for microbatch in self._microbatches([batch], parts):
-                parts.append(self._logprobs(self.base, params, microbatch))
-        values = np.concatenate(jax.device_get(parts))[: batch.tokens.shape[0]]
-        self._pass = [], 0
+            for microbatch in self._microbatches([batch], results):
+                results.append(self._logprobs(self.base, params, microbatch))
+        num_rows = batch.tokens.shape[0]
+        values = np.concatenate(jax.device_get(results))[:num_rows]
+        self._pass = ([], 0)
         return values
 
     def microbatches(self) -> tuple[int, int]:
         """Return how many microbatches of the pass in progress are computed, and of how many; never wait."""
-        parts, total = self._pass
-        return sum(jax.tree.leaves(part)[0].is_ready() for part in parts), total
+        results, total = self._pass
+        num_computed = sum(jax.tree.leaves(result)[0].is_ready() for result in results)
+        return num_computed, total
 
     def position_cost(self, length: int) -> float:
-        """Return a forward pass' floating-point operations for a position of a row of `length` tokens."""
+        """Return a forward pass' floating-point operations for one column of a row.
+
+        Args:
+            length: columns of the row.
+        """
         numerics = self.policy.numerics
-        seen = keys_computed(numerics.kernel, length, numerics.attention_chunk)
-        return self.policy.architecture.flops_per_token(seen)
+        num_keys = keys_computed(numerics.kernel, length, numerics.attention_chunk)
+        return self.policy.architecture.flops_per_token(num_keys)
+
+    # --- Programs, lowered without data ---
 
     def lower_update(self, length: int, loss: LossFunction) -> jax.stages.Lowered:
-        """Lower a microbatch's gradient, with all that lies on the devices, which may be a topology's."""
+        """Lower the gradient of a microbatch, with everything that is on the devices meanwhile.
+
+        Args:
+            length: columns of a row.
+            loss: from `objective`.
+
+        Returns:
+            The program; the devices may be those of a topology.
+        """
         with jax.set_mesh(self.mesh):
-            arguments = self._abstract_base, self.abstract_state, self._abstract_gradients
-            return self._compile(loss).lower(*arguments, self._abstract_microbatch(length), None)
+            return self._compile_accumulate(loss).lower(
+                self._abstract_base,
+                self.abstract_state,
+                self._abstract_gradients,
+                self._abstract_microbatch(length),
+                None,
+            )
 
     def lower_apply(self) -> jax.stages.Lowered:
         """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
@@ -186,129 +278,254 @@ class Learner:
             return self._apply.lower(self.abstract_state, self._abstract_gradients)
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
-        """Lower the log-probabilities of one microbatch, as `lower_update`."""
+        """Lower the log-probabilities of one microbatch with rows of `length` columns, as `lower_update`."""
         with jax.set_mesh(self.mesh):
-            params, microbatch = self.abstract_state["params"], self._abstract_microbatch(length)
-            return self._logprobs.lower(self._abstract_base, params, microbatch)
+            params = self.abstract_state["params"]
+            return self._logprobs.lower(self._abstract_base, params, self._abstract_microbatch(length))
+
+    # --- Microbatches ---
 
     def _abstract_microbatch(self, length: int) -> Batch:
-        shape = self._rows_at(length), length
+        shape = (self._rows_at(length), length)
         return abstract_batch(shape, batch_sharding(self.mesh), self.options.shares_prefixes)
 
-    def _microbatches(self, batches: Sequence[Batch], parts: list[Any]) -> Iterator[Batch]:
-        """Yield every microbatch, on the devices; `parts` takes their results."""
-        self._pass = parts, sum(-(-len(b.tokens) // self._rows_at(b.tokens.shape[1])) for b in batches)
+    def _microbatches(self, batches: Sequence[Batch], results: list[Any]) -> Iterator[Batch]:
+        """Yield every microbatch on the devices, and count them for `microbatches`.
+
+        Args:
+            batches: packed rows.
+            results: the caller appends the result of each microbatch.
+        """
+        total = 0
         for batch in batches:
-            for microbatch in microbatches(batch, self._rows_at(batch.tokens.shape[1])):
+            num_rows, length = batch.tokens.shape
+            total += -(-num_rows // self._rows_at(length))
+        self._pass = (results, total)
+        for batch in batches:
+            length = batch.tokens.shape[1]
+            for microbatch in microbatches(batch, self._rows_at(length)):
                 yield self._put(microbatch)
 
     def _rows_at(self, length: int) -> int:
         return rows_at(length, self.options.rows, self.options.pack_length)
 
     def _put(self, microbatch: Batch) -> Batch:
-        """Place a microbatch; every process has all of it, and puts its own rows."""
-        rows = batch_sharding(self.mesh)
-        if not self._is_shared:
-            return jax.device_put(microbatch, rows)
-        put = jax.make_array_from_process_local_data
-        return jax.tree.map(lambda array: put(rows, array, array.shape), microbatch)
+        """Place a microbatch on the devices. Every process has all of it, and puts its own rows."""
+        sharding = batch_sharding(self.mesh)
+        if not self._has_many_processes:
+            return jax.device_put(microbatch, sharding)
 
-    def _compile(self, loss: LossFunction) -> jax.stages.Wrapped:
+        def put_own_rows(array: np.ndarray) -> Array:
+            return jax.make_array_from_process_local_data(sharding, array, array.shape)
+
+        return jax.tree.map(put_own_rows, microbatch)
+
+    # --- Compiled functions ---
+
+    def _compile_accumulate(self, loss: LossFunction) -> jax.stages.Wrapped:
+        """Return the jitted function that adds the gradient of a microbatch."""
+
         def objective(
             params: Params, base: Params, microbatch: Batch, reference: Params | None
         ) -> tuple[Array, Metrics]:
-            trained = microbatch.weights != 0  # most columns hold documents, and the head is costly
-            logprobs, entropies = self._values(base, params, microbatch, trained)
+            # Most columns hold documents, and the output head is costly: others are not computed.
+            is_used = microbatch.weights != 0
+            logprobs, entropies = self._values(base, params, microbatch, is_used)
             reference_logprobs = None
             if reference is not None:
-                reference_logprobs = self._values(base, reference, microbatch, trained)[0]
+                reference_logprobs, _ = self._values(base, reference, microbatch, is_used)
             total, metrics = loss(logprobs, entropies, microbatch, reference_logprobs)
-            return total, metrics | {f"{self.metrics_of}/loss": total}
+            return total, metrics | {f"{self.metrics_prefix}/loss": total}
 
         def accumulate(
-            base: Params, state: State, gradients: Params, microbatch: Batch, reference: Params | None
+            base: Params,
+            state: State,
+            gradients: Params,
+            microbatch: Batch,
+            reference: Params | None,
         ) -> tuple[Params, Metrics]:
-            more, metrics = jax.grad(objective, has_aux=True)(state["params"], base, microbatch, reference)
-            return jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more), metrics
+            gradient = jax.grad(objective, has_aux=True)
+            change, metrics = gradient(state["params"], base, microbatch, reference)
+
+            def add(total: Array, part: Array) -> Array:
+                return total + part.astype(jnp.float32)
+
+            return jax.tree.map(add, gradients, change), metrics
 
         # Unused arguments stay, so that the compiler's plan of the memory counts the optimizer's state.
-        return jax.jit(accumulate, donate_argnums=2, keep_unused=True, out_shardings=(self._placed, None))
-
-    def _applied(self, state: State, gradients: Params) -> tuple[State, Metrics]:
-        norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm)
-        changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], changes)
-        new = {"params": params, "opt_state": opt_state, "updates": state["updates"] + 1}
-        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        return new, {f"{self.metrics_of}/grad_norm": norm, f"{self.metrics_of}/skipped": 1.0 - finite}
-
-    def _values(
-        self, base: Params, params: Params, microbatch: Batch, used: Array | None = None
-    ) -> tuple[Array, Array]:
-        """Return log-probabilities and entropies, float32 [R, L]; arbitrary outside the `used` columns."""
-        decoder, options = self.policy.merge(merge_params(base, params)), self.options
-        # More rows: as many logits at once.
-        chunk = max(1, options.logprob_chunk * options.rows // len(microbatch.tokens))
-        hidden, targets = target_hidden_states(decoder, microbatch), microbatch.targets
-        return token_logprobs(
-            decoder, hidden, targets, options.temperature, chunk, options.entropy_gradient, used
+        return jax.jit(
+            accumulate, donate_argnums=2, keep_unused=True, out_shardings=(self._gradient_shardings, None)
         )
 
-    def _state_of(self, params: Params) -> State:
+    def _compile_apply(self, abstract: State) -> SplitStep | jax.stages.Wrapped:
+        """Return the function that applies a sum of gradients to a state."""
+        if self.options.offload:
+            on_devices = jax.tree.leaves(self._shardings(abstract, offload=False))
+            owners = jax.tree.leaves(self._owners(abstract))
+            return SplitStep(self._step, self.abstract_state, on_devices, owners)
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(self._state_shardings, None))
+
+    def _compile_logprobs(self) -> jax.stages.Wrapped:
+        """Return the jitted function of the log-probabilities of a microbatch."""
+
+        def logprobs(base: Params, params: Params, microbatch: Batch) -> Array:
+            return self._values(base, params, microbatch)[0]
+
+        # Every process reads all values.
+        out_shardings = replicated(self.mesh) if self._has_many_processes else None
+        return jax.jit(logprobs, out_shardings=out_shardings)
+
+    def _step(self, state: State, gradients: Params) -> tuple[State, Metrics]:
+        """Apply the optimizer, unless the gradient is not finite."""
+        norm = optax.tree.norm(gradients)
+        is_finite = jnp.isfinite(norm)
+        changes, opt_state = self.optimizer.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], changes)
+        new_state = {"params": params, "opt_state": opt_state, "updates": state["updates"] + 1}
+
+        def keep_if_finite(new: Array, old: Array) -> Array:
+            return jnp.where(is_finite, new, old)
+
+        new_state = jax.tree.map(keep_if_finite, new_state, state)
+        metrics = {
+            f"{self.metrics_prefix}/grad_norm": norm,
+            f"{self.metrics_prefix}/skipped": 1.0 - is_finite,
+        }
+        return new_state, metrics
+
+    def _values(
+        self,
+        base: Params,
+        params: Params,
+        microbatch: Batch,
+        used: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """Return log-probabilities and entropies of the targets.
+
+        Args:
+            base: frozen parameters.
+            params: trained parameters, or those of a reference.
+            microbatch: packed rows [R, L].
+            used: bool [R, L], columns whose values are used; others are arbitrary. None: all.
+
+        Returns:
+            Both float32 [R, L].
+        """
+        decoder = self.policy.merge(merge_params(base, params))
+        # Microbatches of narrower rows have more rows, and as many logits at once.
+        num_rows = len(microbatch.tokens)
+        chunk = max(1, self.options.logprob_chunk * self.options.rows // num_rows)
+        return token_logprobs(
+            decoder,
+            target_hidden_states(decoder, microbatch),
+            microbatch.targets,
+            self.options.temperature,
+            chunk,
+            self.options.entropy_gradient,
+            used,
+        )
+
+    # --- The state ---
+
+    def _initial_state(self, params: Params) -> State:
         updates = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": self.optimizer.init(params), "updates": updates}
 
     def _shardings(self, state: State, offload: bool) -> State:
-        """Place moments with their parameter, or in host memory near it."""
-        placed = flatten(param_shardings(self.policy.abstract_trained, self.mesh))
-        moments = dict(placed)
+        """Return the sharding of each leaf of a state.
+
+        Args:
+            state: the state, or its ShapeDtypeStructs.
+            offload: whether moments are in host memory near their parameter, or else beside it.
+        """
+        param_placement: dict[str, NamedSharding] = flatten(
+            param_shardings(self.policy.abstract_trained, self.mesh)
+        )
+        moment_placement = dict(param_placement)
         if offload:
-            moments = {path: sharding.with_memory_kind(HOST) for path, sharding in placed.items()}
-        placed[""] = moments[""] = replicated(self.mesh)
+            for path, sharding in param_placement.items():
+                moment_placement[path] = sharding.with_memory_kind(HOST)
+        param_placement[SHARED_LEAF] = replicated(self.mesh)
+        moment_placement[SHARED_LEAF] = replicated(self.mesh)
+        owners = self._owners(state)
         return {
-            part: jax.tree.map((moments if part == "opt_state" else placed).__getitem__, names)
-            for part, names in self._owners(state).items()
+            "params": jax.tree.map(param_placement.__getitem__, owners["params"]),
+            "opt_state": jax.tree.map(moment_placement.__getitem__, owners["opt_state"]),
+            "updates": param_placement[owners["updates"]],
         }
 
     def _owners(self, state: State) -> State:
-        """Return the parameter that each leaf of the state belongs to; "" for leaves that all share."""
+        """Return the path of the parameter that each leaf of the state belongs to, or SHARED_LEAF."""
         paths = unflatten({path: path for path in flatten(self.policy.abstract_trained)})
         moments = optax.tree.map_params(
             self.optimizer,
             lambda leaf, path: leaf if _is_masked(leaf) else path,
             state["opt_state"],
             paths,
-            transform_non_params=lambda leaf: "",
+            transform_non_params=lambda leaf: SHARED_LEAF,
             is_leaf=_is_masked,
         )
-        return {"params": paths, "opt_state": moments, "updates": ""}
+        return {"params": paths, "opt_state": moments, "updates": SHARED_LEAF}
 
 
 def target_hidden_states(decoder: Decoder, batch: Batch) -> Array:
-    """Return the state that predicts the target of each column, [R, L, D]."""
+    """Return the hidden state that predicts the target of each column.
+
+    Args:
+        decoder: the policy or critic.
+        batch: packed rows [R, L].
+
+    Returns:
+        [R, L, D].
+    """
     hidden = decoder(batch.tokens, batch.positions, batch.segment_ids, batch.ends)
-    return hidden if batch.sources is None else jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
+    if batch.sources is None:
+        return hidden
+    return jnp.take_along_axis(hidden, batch.sources[..., None], axis=1)
 
 
 def _is_masked(leaf: Any) -> bool:
-    return isinstance(leaf, optax.MaskedNode)  # this part of the optimizer leaves it to another part
+    """Return whether this part of an optimizer leaves the parameter to another part."""
+    return isinstance(leaf, optax.MaskedNode)
 
 
 def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = False) -> Params:
+    """Draw random parameters, each on its devices.
+
+    Args:
+        policy: the decoder.
+        mesh: the devices.
+        seed: of the random key.
+        only_trained: whether the frozen parameters are left out.
+    """
     with jax.set_mesh(mesh):
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
 
 
-@functools.lru_cache(maxsize=4)  # a policy and the reference of its KL term are drawn by one program
+@functools.lru_cache(maxsize=4)  # One program draws a policy and the reference of its KL term.
 def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[Array], Params]:
-    if only_trained:
-        trained = param_shardings(policy.abstract_trained, mesh)
-        return jax.jit(lambda key: policy.split(policy.init(key))[1], out_shardings=trained)
-    return jax.jit(policy.init, out_shardings=param_shardings(policy.abstract_params, mesh))
+    if not only_trained:
+        return jax.jit(policy.init, out_shardings=param_shardings(policy.abstract_params, mesh))
+
+    def init_trained(key: Array) -> Params:
+        _, trained = policy.split(policy.init(key))
+        return trained
+
+    return jax.jit(init_trained, out_shardings=param_shardings(policy.abstract_trained, mesh))
 
 
 def policy_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.Schedule) -> Learner:
-    """Return the learner of a run's training steps; UserError as `LearnerOptions.check`."""
+    """Return the learner of a run's training steps.
+
+    Args:
+        config: of the run.
+        policy: the decoder.
+        mesh: the devices.
+        schedule: learning rate by update.
+
+    Raises:
+        UserError: as `LearnerOptions.check`.
+    """
     options = LearnerOptions.from_config(config, config.learner.optimizer)
-    return Learner(policy, make_optimizer(config.learner.optimizer, schedule), mesh, options)
+    optimizer = make_optimizer(config.learner.optimizer, schedule)
+    return Learner(policy, optimizer, mesh, options)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) beside the frozen products of the layers.
+"""Low-rank adapters (LoRA) beside the frozen matrices of the layers.
 
-Own code: Qwix 0.1.8 identifies a weight by its array and a module by its Python frames, but here layers are
-merged anew inside a scan. It also wraps one method of a model, where learner and sampler each have one.
+Qwix 0.1.8 is not used. It identifies a weight by its array and a module by its Python frames, but here layers
+are merged anew inside a scan. It also wraps one method of a model, where learner and sampler each have one.
 """
 
 from __future__ import annotations
@@ -19,62 +19,100 @@ from calibadv_jax.policy.weights import flatten, unflatten
 
 Params = dict[str, Any]
 
-LORA_A, LORA_B = "lora_a", "lora_b"  # last names of an adapter's two parameters
+# The last names of the paths of an adapter's two parameters.
+LORA_A = "lora_a"
+LORA_B = "lora_b"
+VALUE_HEAD_PREFIX = "value_head."
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Rank, scale and places of the adapters."""
+    """Rank, scale and places of the adapters.
+
+    Attributes:
+        rank: r, width between the two matrices of an adapter.
+        alpha: the matrices' product is multiplied by alpha / rank.
+        targets: names of the matrices with an adapter, out of LORA_TARGETS of the config.
+        base_dtype: dtype of the frozen parameters.
+    """
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]  # of LORA_TARGETS
-    base_dtype: str  # of the frozen parameters
+    targets: tuple[str, ...]
+    base_dtype: str
 
     @classmethod
     def from_config(cls, config: LoraConfig) -> Adapters | None:
-        """Return None if everything is trained."""
+        """Return the adapters of a config, or None if all parameters are trained."""
         if not config.rank:
             return None
-        return cls(config.rank, config.alpha, tuple(sorted(config.targets)), config.base_dtype)
+        targets = tuple(sorted(config.targets))
+        return cls(config.rank, config.alpha, targets, config.base_dtype)
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank  # the factor of the two matrices' product
+        """Factor of the product of the two matrices."""
+        return self.alpha / self.rank
 
 
 def split(params: Params) -> tuple[Params, Params]:
-    """Split nested parameters into the base, and the adapters with a critic's head; leaves of any kind."""
+    """Split parameters into the base and what is added to it.
+
+    Args:
+        params: nested dict with leaves of any kind.
+
+    Returns:
+        The base, and the adapters with a critic's value head, both nested. No array is copied.
+    """
     base: Params = {}
     added: Params = {}
     for path, leaf in flatten(params).items():
-        is_added = path.endswith((LORA_A, LORA_B)) or path.startswith("value_head.")
-        (added if is_added else base)[path] = leaf
+        is_adapter = path.endswith((LORA_A, LORA_B))
+        is_value_head = path.startswith(VALUE_HEAD_PREFIX)
+        if is_adapter or is_value_head:
+            added[path] = leaf
+        else:
+            base[path] = leaf
     return unflatten(base), unflatten(added)
 
 
 def merge_params(base: Params, added: Params) -> Params:
-    """Join the results of `split`; no array is copied."""
+    """Join the two results of `split` into one nested dict; no array is copied."""
     return unflatten(flatten(base) | flatten(added))
 
 
 def merged(params: Params, scale: float, dtype: Any) -> Params:
-    """Put kernel + lora_a @ lora_b * scale in place of adapters, summed in float32 and rounded once."""
-    flat, results = flatten(params), {}
-    for path, leaf in flatten(split(params)[0]).items():
+    """Fold the adapters into the matrices beside them.
+
+    Args:
+        params: nested parameters, with or without adapters.
+        scale: factor of lora_a @ lora_b.
+        dtype: of the results.
+
+    Returns:
+        The base's parameters in `dtype`, with kernel + lora_a @ lora_b * scale in place of a kernel that has
+        an adapter. The sum is computed in float32 and rounded once.
+    """
+    flat = flatten(params)
+    base, _ = split(params)
+    results: Params = {}
+    for path, leaf in flatten(base).items():
         module = path.removesuffix("kernel")
-        lora_a, lora_b = flat.get(module + LORA_A), flat.get(module + LORA_B)
-        results[path] = leaf.astype(dtype) if lora_a is None else _summed(leaf, lora_a, lora_b, scale, dtype)
+        lora_a = flat.get(module + LORA_A)
+        if lora_a is None:
+            results[path] = leaf.astype(dtype)
+        else:
+            results[path] = _fold_adapter(leaf, lora_a, flat[module + LORA_B], scale, dtype)
     return unflatten(results)
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _summed(kernel: Array, lora_a: Array, lora_b: Array, scale: float, dtype: Any) -> Array:
-    """Sum kernel [L, D, F] and lora_a [L, D, r] @ lora_b [L, r, F] * scale, in `dtype`."""
+def _fold_adapter(kernel: Array, lora_a: Array, lora_b: Array, scale: float, dtype: Any) -> Array:
+    """Return kernel [L, D, F] + lora_a [L, D, r] @ lora_b [L, r, F] * scale in `dtype`, layer by layer."""
 
-    def layer(parts: tuple[Array, ...]) -> Array:
-        weights, first, second = (part.astype(jnp.float32) for part in parts)
-        change = jnp.matmul(first, second * scale, precision=jax.lax.Precision.HIGHEST)
-        return (weights + change).astype(dtype)
+    def fold_layer(matrices: tuple[Array, Array, Array]) -> Array:
+        layer_kernel, layer_a, layer_b = (matrix.astype(jnp.float32) for matrix in matrices)
+        change = jnp.matmul(layer_a, layer_b * scale, precision=jax.lax.Precision.HIGHEST)  # [D, F]
+        return (layer_kernel + change).astype(dtype)
 
-    return jax.lax.map(layer, (kernel, lora_a, lora_b))
+    return jax.lax.map(fold_layer, (kernel, lora_a, lora_b))

@@ -9,13 +9,25 @@ from typing import Any
 from calibadv_jax.core.errors import UserError
 
 SUPPORTED = ("qwen2", "qwen3", "llama")
-QWEN3_HEAD_DIM = 128  # of a config.json without head_dim; that of the others follows from hidden_size
-QWEN_KV_HEADS = 32  # of a Qwen config.json without num_key_value_heads; null means all heads, as in Llama's
+# Head dimension of a Qwen3 config.json without head_dim. The other types derive it from hidden_size.
+QWEN3_HEAD_DIM = 128
+# Key-value heads of a Qwen config.json without num_key_value_heads. Where the field is null, and in Llama's
+# config.json, the number is that of the query heads.
+QWEN_KV_HEADS = 32
+DEFAULT_RMS_NORM_EPS = 1e-6
+DEFAULT_ROPE_THETA = 10000.0
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent stretching of rotary embeddings (``rope_type: llama3``)."""
+    """Llama 3's frequency-dependent stretching of rotary embeddings (``rope_type: llama3``).
+
+    Attributes:
+        factor: divisor of the low frequencies.
+        low_freq_factor: frequencies with fewer periods than this in `original_length` are divided.
+        high_freq_factor: frequencies with more periods than this in `original_length` are kept.
+        original_length: context length of the pretraining, in tokens.
+    """
 
     factor: float
     low_freq_factor: float
@@ -25,6 +37,27 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
+    """Sizes and variants of a decoder.
+
+    Attributes:
+        model_type: HuggingFace's name of the family, one of SUPPORTED.
+        vocab_size: V, tokens of the vocabulary.
+        hidden_size: D, width of the hidden states.
+        intermediate_size: inner width of the MLP.
+        num_layers: number of decoder layers.
+        num_heads: N, query heads.
+        num_kv_heads: K, key-value heads; each serves N / K query heads.
+        head_dim: H, width of a head.
+        rms_norm_eps: added to the mean square before its root is taken.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: Llama 3's scaling of the rotary frequencies; None: unscaled.
+        tie_word_embeddings: whether the output head is the embedding table.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        out_bias: whether the attention's output projection has a bias.
+        mlp_bias: whether the three matrices of the MLP have a bias.
+        qk_norm: whether queries and keys are normalised per head (Qwen3).
+    """
+
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -44,84 +77,146 @@ class Architecture:
 
     @property
     def layer_matrices(self) -> int:
+        """Number of elements of one layer's matrices: four of the attention, three of the MLP."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return attention + mlp
 
     @property
     def num_parameters(self) -> int:
-        biases = self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        biases += self.out_bias * self.hidden_size
-        biases += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (self.layer_matrices + biases + norms) + embeddings + self.hidden_size
+        """Number of parameters, without adapters."""
+        biases = 0
+        if self.qkv_bias:
+            biases += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        if self.out_bias:
+            biases += self.hidden_size
+        if self.mlp_bias:
+            biases += 2 * self.intermediate_size + self.hidden_size
+        norms = 2 * self.hidden_size
+        if self.qk_norm:
+            norms += 2 * self.head_dim
+        embeddings = self.vocab_size * self.hidden_size
+        if not self.tie_word_embeddings:
+            embeddings *= 2
+        final_norm = self.hidden_size
+        return self.num_layers * (self.layer_matrices + biases + norms) + embeddings + final_norm
 
     def flops_per_token(self, context: float) -> float:
-        """Return a forward pass' floating-point operations for a token that attends to `context` others."""
+        """Return a forward pass' floating-point operations for one token.
+
+        Args:
+            context: number of tokens that the token attends to.
+        """
         matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * context
         return 2.0 * (matrices + attention)
 
 
 def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
-    """Translate a HuggingFace ``config.json`` (transformers 4 and 5); UserError if it is not supported.
+    """Translate a HuggingFace ``config.json`` as transformers 4 and 5 write it.
 
-    Absent fields have the defaults of the model type's class in transformers; sizes have none.
+    An absent field has the default of the model type's class in transformers. Sizes have no default.
+
+    Args:
+        config: the parsed file.
+        source: its path, for error messages.
+
+    Returns:
+        The shapes of the decoder.
+
+    Raises:
+        UserError: if the model is not supported or a size is missing.
     """
+    _refuse_unsupported(config, source)
+    model_type = config["model_type"]
+    num_heads = _size(config, "num_attention_heads", source)
+    rope_theta, rope_scaling = _rope(config, source)
+    attention_bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        model_type=model_type,
+        vocab_size=_size(config, "vocab_size", source),
+        hidden_size=_size(config, "hidden_size", source),
+        intermediate_size=_size(config, "intermediate_size", source),
+        num_layers=_size(config, "num_hidden_layers", source),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, num_heads),
+        head_dim=_head_dim(config, num_heads, source),
+        rms_norm_eps=float(config.get("rms_norm_eps") or DEFAULT_RMS_NORM_EPS),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=model_type == "qwen2" or attention_bias,
+        out_bias=model_type != "qwen2" and attention_bias,
+        mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], source: str) -> None:
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
         raise UserError(f"{source}: model_type is {model_type!r}; supported are {', '.join(SUPPORTED)}")
     if config.get("use_sliding_window"):
         raise UserError(f"{source}: use_sliding_window is on, which is not supported; set it to false")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{source}: hidden_act is {config['hidden_act']!r}; only 'silu' is supported")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"{source}: hidden_act is {activation!r}; only 'silu' is supported")
 
-    def need(name: str) -> int:
-        if config.get(name) is None:
-            raise UserError(f"{source}: field {name!r} is missing")
-        return int(config[name])
 
-    num_heads, is_llama = need("num_attention_heads"), model_type == "llama"
-    num_kv_heads = config.get("num_key_value_heads")
-    if "num_key_value_heads" not in config and not is_llama and num_heads % QWEN_KV_HEADS == 0:
-        num_kv_heads = QWEN_KV_HEADS
-    head_dim = QWEN3_HEAD_DIM if model_type == "qwen3" else need("hidden_size") // num_heads
-    theta, scaling = _rope(config, source)
-    bias = bool(config.get("attention_bias", False))
-    return Architecture(
-        model_type=model_type,
-        vocab_size=need("vocab_size"),
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=int(num_kv_heads or num_heads),
-        head_dim=int(config.get("head_dim") or head_dim),
-        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=model_type == "qwen2" or bias,
-        out_bias=model_type != "qwen2" and bias,
-        mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
-    )
+def _size(config: Mapping[str, Any], name: str, source: str) -> int:
+    size = config.get(name)
+    if size is None:
+        raise UserError(f"{source}: field {name!r} is missing")
+    return int(size)
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    if "num_key_value_heads" in config:
+        return int(config["num_key_value_heads"] or num_heads)
+    is_qwen = config["model_type"] != "llama"
+    if is_qwen and num_heads % QWEN_KV_HEADS == 0:
+        return QWEN_KV_HEADS
+    return num_heads
+
+
+def _head_dim(config: Mapping[str, Any], num_heads: int, source: str) -> int:
+    head_dim = config.get("head_dim")
+    if head_dim:
+        return int(head_dim)
+    if config["model_type"] == "qwen3":
+        return QWEN3_HEAD_DIM
+    return _size(config, "hidden_size", source) // num_heads
 
 
 def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    # transformers, too, takes rope_scaling where both are there.
+    """Return the base of the rotary frequencies and their scaling."""
+    # transformers, too, reads rope_scaling where a file has both fields.
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA)
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type == "default":
         return theta, None
-    if kind != "llama3":
-        raise UserError(f"{source}: rope_type is {kind!r}; supported are 'default' and 'llama3'")
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    needed: dict[str, Any] = {name: parameters.get(name) for name in names}
-    length = "original_max_position_embeddings"
-    needed[length] = config.get(length) or parameters.get(length) or config.get("max_position_embeddings")
-    if missing := [name for name, value in needed.items() if value is None]:
+    if rope_type != "llama3":
+        raise UserError(f"{source}: rope_type is {rope_type!r}; supported are 'default' and 'llama3'")
+    return theta, _llama3_scaling(config, parameters, source)
+
+
+def _llama3_scaling(config: Mapping[str, Any], parameters: Mapping[str, Any], source: str) -> RopeScaling:
+    length_field = "original_max_position_embeddings"
+    fields: dict[str, Any] = {
+        "factor": parameters.get("factor"),
+        "low_freq_factor": parameters.get("low_freq_factor"),
+        "high_freq_factor": parameters.get("high_freq_factor"),
+        length_field: config.get(length_field)
+        or parameters.get(length_field)
+        or config.get("max_position_embeddings"),
+    }
+    missing = [name for name, value in fields.items() if value is None]
+    if missing:
         raise UserError(f"{source}: rope_type 'llama3' lacks {', '.join(missing)}; add them")
-    factor, low, high, original = needed.values()
-    return theta, RopeScaling(float(factor), float(low), float(high), int(original))
+    return RopeScaling(
+        factor=float(fields["factor"]),
+        low_freq_factor=float(fields["low_freq_factor"]),
+        high_freq_factor=float(fields["high_freq_factor"]),
+        original_length=int(fields[length_field]),
+    )

@@ -1,14 +1,17 @@
-"""Log-probabilities of tokens without logits of [B, T, V].
+"""Log-probabilities of tokens without an array of logits of [B, T, V].
 
-`_forward` computes the log-probabilities and entropies a chunk of tokens at a time, `_backward` computes the
-logits of a chunk again. Both run on every device with its own parts of rows and vocabulary (`VocabLayout`).
+`_forward` computes the log-probabilities and entropies one chunk of tokens at a time, and `_backward`
+computes the logits of each chunk again. Both run on every device with its own shards of rows and vocabulary
+(`VocabLayout`).
+
+Letters: B rows, T tokens of a row, D width of the hidden states, V vocabulary (of one device, inside the
+functions that run there), C tokens of a chunk.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +23,11 @@ from calibadv_jax.policy.kernels.custom_gradients import inner_product
 from calibadv_jax.policy.sharding import VocabLayout, vocab_layout
 from calibadv_jax.policy.transformer import Decoder
 
-PARTS = 8  # chunks of a row, at least: where few tokens are used, little of the last chunk is in vain
+# A row is cut into at least so many chunks. Where few of its tokens are used, the unused part of the last
+# chunk then costs little.
+MIN_CHUNKS = 8
 
 Arrays = tuple[Any, ...]
-Pair = tuple[Array, Array]
 
 
 def token_logprobs(
@@ -34,34 +38,58 @@ def token_logprobs(
     chunk: int,
     entropy_gradient: bool = True,
     used: Array | None = None,
-) -> Pair:
-    """Return the log-probability of each target and the entropy of its distribution (nats), float32 [B, T].
+) -> tuple[Array, Array]:
+    """Return the log-probability of each target, and the entropy of the distribution that it is drawn from.
 
-    Computes at most `chunk` used tokens a row at a time. If one chunk is the whole row, all tokens are
-    computed at once, and the logits are kept. The head's weights are gathered once in each direction.
+    If one chunk holds a whole row, all tokens are computed at once and the logits are kept for the backward
+    pass. The weights of the output head are gathered once in each direction.
 
     Args:
-        hidden: [B, T, D], the state that predicts the target of the same column.
+        decoder: owner of the output head.
+        hidden: hidden states [B, T, D]; each predicts the target of its column.
         targets: int32 [B, T].
-        temperature: divides the logits, as the sampler did.
+        temperature: divides the logits, as in the sampler.
+        chunk: most used tokens of a row whose logits exist at once.
         entropy_gradient: False: nothing is differentiated through the entropies, which saves its cost.
-        used: bool [B, T], the tokens whose values and gradients are used; None: all. Others may be zero.
+        used: bool [B, T], tokens whose values and gradients are used; the values of other tokens may be 0.
+            None: all tokens.
+
+    Returns:
+        Log-probabilities and entropies in nats, float32 [B, T].
     """
-    weights, vocab_first = decoder.head()
-    width, vocab = weights.shape[::-1] if vocab_first else weights.shape
-    layout = vocab_layout(hidden.shape[0], width, vocab)
-    dtype = decoder.numerics.compute_dtype
-    head = _OutputHead(layout, vocab_first, dtype, temperature, chunk, entropy_gradient)
-    used = jnp.ones(targets.shape, bool) if used is None else used
+    weights, is_vocab_first = decoder.head()
+    if is_vocab_first:
+        vocab, width = weights.shape
+    else:
+        width, vocab = weights.shape
+    head = _OutputHead(
+        layout=vocab_layout(hidden.shape[0], width, vocab),
+        is_vocab_first=is_vocab_first,
+        dtype=decoder.numerics.compute_dtype,
+        temperature=temperature,
+        chunk=chunk,
+        entropy_gradient=entropy_gradient,
+    )
+    if used is None:
+        used = jnp.ones(targets.shape, bool)
     return _logprobs(head, hidden, weights, targets, used)
 
 
 @dataclass(frozen=True)
 class _OutputHead:
-    """The output head as far as it is known at compilation."""
+    """What is known of the output head when a program is compiled.
+
+    Attributes:
+        layout: mesh axes of rows, width and vocabulary.
+        is_vocab_first: whether the weights are [V, D]; else they are [D, V].
+        dtype: of the operands of products.
+        temperature: divides the logits.
+        chunk: most used tokens of a row whose logits exist at once.
+        entropy_gradient: whether gradients flow through the entropies.
+    """
 
     layout: VocabLayout
-    vocab_first: bool  # the weights are [V, D], else [D, V]
+    is_vocab_first: bool
     dtype: Any
     temperature: float
     chunk: int
@@ -69,115 +97,210 @@ class _OutputHead:
 
     @property
     def weights_spec(self) -> Any:
-        return self.layout.spec("vocab", "width") if self.vocab_first else self.layout.spec("width", "vocab")
+        """PartitionSpec of the weights."""
+        if self.is_vocab_first:
+            return self.layout.spec("vocab", "width")
+        return self.layout.spec("width", "vocab")
 
-    def gathered(self, weights: Array) -> Array:
-        """Return the weights in the compute dtype, with the whole width."""
-        return self.layout.gathered(weights.astype(self.dtype), int(self.vocab_first))
+    @property
+    def width_axis(self) -> int:
+        """The axis of the weights that is the width D."""
+        return 1 if self.is_vocab_first else 0
+
+    def gather_weights(self, weights: Array) -> Array:
+        """Return the weights in the compute dtype, with the whole width: [V, D] or [D, V]."""
+        return self.layout.gather_width(weights.astype(self.dtype), self.width_axis)
 
     def logits(self, states: Array, weights: Array) -> Array:
-        """Return the logits of states [B, C, D], float32 [B, C, V]; see `Decoder.logits`."""
-        product = "btd,vd->btv" if self.vocab_first else "btd,dv->btv"
-        logits = jnp.einsum(product, states.astype(self.dtype), weights, preferred_element_type=jnp.float32)
+        """Return the logits of hidden states divided by the temperature: [B, C, D] -> float32 [B, C, V].
+
+        The products are those of `Decoder.logits`.
+        """
+        equation = "BCD,VD->BCV" if self.is_vocab_first else "BCD,DV->BCV"
+        states = states.astype(self.dtype)
+        logits = jnp.einsum(equation, states, weights, preferred_element_type=jnp.float32)
         return logits / self.temperature
 
-    def values(self, logits: Array, targets: Array) -> Arrays:
-        """Return log-probabilities, entropies and log-sum-exps, float32 [B, C]."""
+    def logprobs(self, logits: Array, targets: Array) -> tuple[Array, Array, Array]:
+        """Return the log-probabilities of targets, the entropies, and the log-sum-exps of the logits.
+
+        Args:
+            logits: float32 [B, C, V], of this device's shard of the vocabulary.
+            targets: int32 [B, C].
+
+        Returns:
+            Three arrays float32 [B, C].
+        """
         layout = self.layout
         largest = logits.max(-1)
         if layout.vocab is not None:
             largest = jax.lax.pmax(largest, layout.vocab)
         exponentials = jnp.exp(logits - largest[..., None])
-        total = layout.over_vocab(exponentials.sum(-1))
-        expected = layout.over_vocab(inner_product(exponentials, logits)) / total
-        index = targets - layout.first(logits.shape[-1])
-        is_here = (index >= 0) & (index < logits.shape[-1])
-        chosen = jnp.take_along_axis(logits, jnp.where(is_here, index, 0)[..., None], axis=-1)[..., 0]
-        chosen = layout.over_vocab(jnp.where(is_here, chosen, 0.0))
+        total = layout.sum_over_vocab(exponentials.sum(-1))
+        expected_logit = layout.sum_over_vocab(inner_product(exponentials, logits)) / total
+        shard_size = logits.shape[-1]
+        index = targets - layout.first_token(shard_size)
+        is_here = (index >= 0) & (index < shard_size)
+        safe_index = jnp.where(is_here, index, 0)
+        target_logit = jnp.take_along_axis(logits, safe_index[..., None], axis=-1)[..., 0]
+        target_logit = layout.sum_over_vocab(jnp.where(is_here, target_logit, 0.0))
         normaliser = largest + jnp.log(total)
-        return chosen - normaliser, normaliser - expected, normaliser
+        return target_logit - normaliser, normaliser - expected_logit, normaliser
 
-    def logits_gradient(self, logits: Array, targets: Array, saved: Iterable[Array]) -> Array:
-        """Return the gradient [B, C, V] of logits before the temperature, given saved values [B, C]."""
-        # Log-sum-exps, entropies, and the gradients of both outputs.
-        normaliser, entropies, to_logprobs, to_entropies = (x[..., None] for x in saved)
+    def logits_gradient(
+        self,
+        logits: Array,
+        targets: Array,
+        normaliser: Array,
+        entropies: Array,
+        logprobs_gradient: Array,
+        entropies_gradient: Array,
+    ) -> Array:
+        """Return the gradient of the logits before they are divided by the temperature.
+
+        With p the probabilities, z the logits and H the entropy: d logprob / dz = onehot(target) - p, and
+        dH / dz = p (logsumexp(z) - H - z).
+
+        Args:
+            logits: float32 [B, C, V].
+            targets: int32 [B, C].
+            normaliser: log-sum-exps of the logits, float32 [B, C].
+            entropies: float32 [B, C].
+            logprobs_gradient: gradient of the log-probabilities, float32 [B, C].
+            entropies_gradient: gradient of the entropies, float32 [B, C].
+
+        Returns:
+            [B, C, V] in the compute dtype.
+        """
+        normaliser = normaliser[..., None]  # [B, C, 1]
+        entropies = entropies[..., None]
+        logprobs_gradient = logprobs_gradient[..., None]
+        entropies_gradient = entropies_gradient[..., None]
         probabilities = jnp.exp(logits - normaliser)
-        index = targets - self.layout.first(logits.shape[-1])
-        is_target = jnp.arange(logits.shape[-1]) == index[..., None]
-        change = jnp.where(is_target, to_logprobs, 0.0) - probabilities * to_logprobs
+        shard_size = logits.shape[-1]
+        index = targets - self.layout.first_token(shard_size)
+        is_target = jnp.arange(shard_size) == index[..., None]  # [B, C, V]
+        gradient = jnp.where(is_target, logprobs_gradient, 0.0) - probabilities * logprobs_gradient
         if self.entropy_gradient:
-            change += probabilities * (normaliser - entropies - logits) * to_entropies
-        return (change / self.temperature).astype(self.dtype)
+            gradient += probabilities * (normaliser - entropies - logits) * entropies_gradient
+        return (gradient / self.temperature).astype(self.dtype)
 
-    def input_gradients(self, change: Array, states: Array, weights: Array) -> Pair:
-        """Return the gradients of states [B, C, D] and of the weights' whole width, in float32."""
-        changes = change.reshape(-1, change.shape[-1])
-        rows = states.astype(self.dtype).reshape(-1, states.shape[-1])
-        products = ("tv,vd->td", "tv,td->vd") if self.vocab_first else ("tv,dv->td", "td,tv->dv")
-        to_states = jnp.einsum(products[0], changes, weights, preferred_element_type=jnp.float32)
-        pair = (changes, rows) if self.vocab_first else (rows, changes)
-        to_weights = jnp.einsum(products[1], *pair, preferred_element_type=jnp.float32)
-        return self.layout.over_vocab(to_states).reshape(states.shape).astype(states.dtype), to_weights
+    def input_gradients(self, gradient: Array, states: Array, weights: Array) -> tuple[Array, Array]:
+        """Return the gradients of hidden states and weights.
+
+        Args:
+            gradient: of the logits, [B, C, V].
+            states: hidden states [B, C, D].
+            weights: with the whole width, [V, D] or [D, V].
+
+        Returns:
+            The gradient of the states [B, C, D] in their dtype, and that of the weights in float32, not yet
+            summed over the devices.
+        """
+        # In einsums, t are the B * C tokens.
+        token_gradients = gradient.reshape(-1, gradient.shape[-1])  # [t, V]
+        token_states = states.astype(self.dtype).reshape(-1, states.shape[-1])  # [t, D]
+        einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        if self.is_vocab_first:
+            states_gradient = einsum("tV,VD->tD", token_gradients, weights)
+            weights_gradient = einsum("tV,tD->VD", token_gradients, token_states)
+        else:
+            states_gradient = einsum("tV,DV->tD", token_gradients, weights)
+            weights_gradient = einsum("tD,tV->DV", token_states, token_gradients)
+        states_gradient = self.layout.sum_over_vocab(states_gradient).reshape(states.shape)
+        return states_gradient.astype(states.dtype), weights_gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(head: _OutputHead, hidden: Array, weights: Array, targets: Array, used: Array) -> Pair:
-    return _forward(head, hidden, weights, targets, used)[0]
+def _logprobs(
+    head: _OutputHead,
+    hidden: Array,
+    weights: Array,
+    targets: Array,
+    used: Array,
+) -> tuple[Array, Array]:
+    results, _ = _forward(head, hidden, weights, targets, used)
+    return results
 
 
 def _forward(
-    head: _OutputHead, hidden: Array, weights: Array, targets: Array, used: Array
-) -> tuple[Pair, Arrays]:
+    head: _OutputHead,
+    hidden: Array,
+    weights: Array,
+    targets: Array,
+    used: Array,
+) -> tuple[tuple[Array, Array], Arrays]:
     keeps_logits = hidden.shape[1] <= head.chunk
 
-    def local(hidden: Array, weights: Array, targets: Array, used: Array) -> Arrays:
-        weights = head.gathered(weights)
+    def compute_shard(hidden: Array, weights: Array, targets: Array, used: Array) -> Arrays:
+        """Return log-probabilities, entropies and log-sum-exps, and the logits if they are kept."""
+        weights = head.gather_weights(weights)
         if keeps_logits:
             logits = head.logits(hidden, weights)
-            return *head.values(logits, targets), logits
+            return *head.logprobs(logits, targets), logits
         chunks = _Chunks.of(used, head)
 
-        def compute(number: Array, results: Arrays) -> Arrays:
-            states, chunk_targets = chunks.read(number, (hidden, targets))
-            return chunks.write(number, results, head.values(head.logits(states, weights), chunk_targets))
+        def compute_chunk(number: Array, results: Arrays) -> Arrays:
+            chunk_states, chunk_targets = chunks.read(number, (hidden, targets))
+            chunk_logits = head.logits(chunk_states, weights)
+            return chunks.write(number, results, head.logprobs(chunk_logits, chunk_targets))
 
-        return jax.lax.fori_loop(0, chunks.count, compute, (jnp.zeros(targets.shape, jnp.float32),) * 3)
+        zeros = jnp.zeros(targets.shape, jnp.float32)
+        return jax.lax.fori_loop(0, chunks.count, compute_chunk, (zeros, zeros, zeros))
 
-    rows = head.layout.spec("rows", None)
-    inputs = head.layout.spec("rows", None, None), head.weights_spec, rows, rows
-    outputs = (rows, rows, rows, head.layout.spec("rows", None, "vocab"))[: 4 if keeps_logits else 3]
-    logprobs, *more = head.layout.on_devices(local, inputs, outputs)(hidden, weights, targets, used)
-    return (logprobs, more[0]), (hidden, weights, targets, used, *more)
+    spec = head.layout.spec
+    rows_spec = spec("rows", None)
+    inputs = (spec("rows", None, None), head.weights_spec, rows_spec, rows_spec)
+    outputs: Arrays = (rows_spec, rows_spec, rows_spec)
+    if keeps_logits:
+        outputs += (spec("rows", None, "vocab"),)
+    compute = head.layout.on_devices(compute_shard, inputs, outputs)
+    logprobs, entropies, normaliser, *kept_logits = compute(hidden, weights, targets, used)
+    saved = (hidden, weights, targets, used, entropies, normaliser, tuple(kept_logits))
+    return (logprobs, entropies), saved
 
 
-def _backward(head: _OutputHead, saved: Arrays, gradients: Pair) -> tuple[Array, Array, None, None]:
-    def local(hidden: Array, weights: Array, of_rows: Arrays, logits: Arrays) -> Pair:
-        whole = head.gathered(weights)
-        targets, used, *values = of_rows
-        if logits:
-            change = head.logits_gradient(logits[0], targets, values)
-            to_hidden, total = head.input_gradients(change, hidden, whole)
+def _backward(
+    head: _OutputHead, saved: Arrays, gradients: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    def compute_shard(hidden: Array, weights: Array, row_arrays: Arrays, kept_logits: Arrays) -> Arrays:
+        """Return this device's gradients of hidden states and weights."""
+        all_weights = head.gather_weights(weights)
+        targets, used, *values = row_arrays
+        if kept_logits:
+            logits_gradient = head.logits_gradient(kept_logits[0], targets, *values)
+            hidden_gradient, weights_gradient = head.input_gradients(logits_gradient, hidden, all_weights)
         else:
             chunks = _Chunks.of(used, head)
 
-            def compute(number: Array, carry: Arrays) -> Arrays:
-                to_hidden, total = carry
-                states, chunk_targets, *chunk_values = chunks.read(number, (hidden, targets, *values))
-                change = head.logits_gradient(head.logits(states, whole), chunk_targets, chunk_values)
-                to_states, to_weights = head.input_gradients(change, states, whole)
-                return *chunks.write(number, (to_hidden,), (to_states,)), total + to_weights
+            def add_chunk(number: Array, carry: Arrays) -> Arrays:
+                hidden_gradient, weights_gradient = carry
+                chunk_states, chunk_targets, *chunk_values = chunks.read(number, (hidden, targets, *values))
+                chunk_logits = head.logits(chunk_states, all_weights)
+                logits_gradient = head.logits_gradient(chunk_logits, chunk_targets, *chunk_values)
+                states_gradient, change = head.input_gradients(logits_gradient, chunk_states, all_weights)
+                (hidden_gradient,) = chunks.write(number, (hidden_gradient,), (states_gradient,))
+                return hidden_gradient, weights_gradient + change
 
-            start = jnp.zeros(hidden.shape, hidden.dtype), jnp.zeros(whole.shape, jnp.float32)
-            to_hidden, total = jax.lax.fori_loop(0, chunks.count, compute, start)
-        return to_hidden, head.layout.scattered(total, int(head.vocab_first)).astype(weights.dtype)
+            hidden_zeros = jnp.zeros(hidden.shape, hidden.dtype)
+            weights_zeros = jnp.zeros(all_weights.shape, jnp.float32)
+            start = (hidden_zeros, weights_zeros)
+            hidden_gradient, weights_gradient = jax.lax.fori_loop(0, chunks.count, add_chunk, start)
+        weights_gradient = head.layout.scatter_width(weights_gradient, head.width_axis)
+        return hidden_gradient, weights_gradient.astype(weights.dtype)
 
-    hidden, weights, targets, used, entropies, normaliser, *logits = saved
-    spec, weights_spec = head.layout.spec, head.weights_spec
-    of_rows = targets, used, normaliser, entropies, *gradients
-    rows, states = (spec("rows", None),) * len(of_rows), spec("rows", None, None)
-    inputs = states, weights_spec, rows, (spec("rows", None, "vocab"),) * len(logits)
-    run = head.layout.on_devices(local, inputs, (states, weights_spec))
-    return *run(hidden, weights, of_rows, tuple(logits)), None, None
+    hidden, weights, targets, used, entropies, normaliser, kept_logits = saved
+    logprobs_gradient, entropies_gradient = gradients
+    row_arrays = (targets, used, normaliser, entropies, logprobs_gradient, entropies_gradient)
+    spec = head.layout.spec
+    states_spec = spec("rows", None, None)
+    rows_specs = (spec("rows", None),) * len(row_arrays)
+    logits_specs = (spec("rows", None, "vocab"),) * len(kept_logits)
+    inputs = (states_spec, head.weights_spec, rows_specs, logits_specs)
+    outputs = (states_spec, head.weights_spec)
+    compute = head.layout.on_devices(compute_shard, inputs, outputs)
+    hidden_gradient, weights_gradient = compute(hidden, weights, row_arrays, kept_logits)
+    return hidden_gradient, weights_gradient, None, None
 
 
 _logprobs.defvjp(_forward, _backward)
@@ -185,35 +308,51 @@ _logprobs.defvjp(_forward, _backward)
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The used tokens of a device's rows, `size` at a time, from whatever rows."""
+    """The used tokens of a device's rows, `size` at a time; a chunk may hold tokens of several rows.
 
-    columns: Array  # int32 [n * size]: their places in rows laid end to end; past the end: no token
+    Attributes:
+        columns: int32 [n * size], places of the used tokens in the rows laid end to end. A place past the end
+            stands for no token.
+        size: C, tokens of a chunk.
+        count: int32 [], chunks with a token.
+    """
+
+    columns: Array
     size: int
-    count: Array  # of chunks with a token
+    count: Array
 
     @classmethod
     def of(cls, used: Array, head: _OutputHead) -> _Chunks:
-        rows, length = used.shape  # bool [B, T]
-        size, total = rows * min(head.chunk, math.ceil(length / PARTS)), used.size
-        whole = math.ceil(total / size) * size
-        columns = jnp.nonzero(used.reshape(-1), size=whole, fill_value=total)[0]
-        count, axes = -(-used.sum() // size), head.layout.rows
-        # As many on every device: the devices that share a row's vocabulary must not wait for each other.
-        return cls(columns, size, jax.lax.pmax(count, axes) if axes else count)
+        """Return the chunks of the tokens that are `used`, bool [B, T]."""
+        num_rows, length = used.shape
+        size = num_rows * min(head.chunk, math.ceil(length / MIN_CHUNKS))
+        padded_size = math.ceil(used.size / size) * size
+        (columns,) = jnp.nonzero(used.reshape(-1), size=padded_size, fill_value=used.size)
+        count = -(-used.sum() // size)
+        if head.layout.rows:
+            # The same count on every device, since devices that share a row's vocabulary exchange sums in
+            # every chunk.
+            count = jax.lax.pmax(count, head.layout.rows)
+        return cls(columns, size, count)
 
     def read(self, number: Array, arrays: Arrays) -> Arrays:
-        """Read the chunk [1, size, ...] of each array [B, T, ...]; zeros where there is no token."""
+        """Return chunk `number` [1, C, ...] of each array [B, T, ...]; zeros where there is no token."""
         columns = self._columns(number)
-        rows = (x.reshape(-1, *x.shape[2:]) for x in arrays)
-        return tuple(x.at[columns].get(mode="fill", fill_value=0)[None] for x in rows)
+        chunks = []
+        for array in arrays:
+            tokens = array.reshape(-1, *array.shape[2:])  # [B*T, ...]
+            chunks.append(tokens.at[columns].get(mode="fill", fill_value=0)[None])
+        return tuple(chunks)
 
     def write(self, number: Array, arrays: Arrays, values: Arrays) -> Arrays:
-        """Write values [1, size, ...] of a chunk into arrays [B, T, ...]."""
+        """Return the arrays [B, T, ...] with the values [1, C, ...] of chunk `number`."""
         columns = self._columns(number)
-        return tuple(
-            x.reshape(-1, *x.shape[2:]).at[columns].set(value[0], mode="drop").reshape(x.shape)
-            for x, value in zip(arrays, values, strict=True)
-        )
+        updated = []
+        for array, value in zip(arrays, values, strict=True):
+            tokens = array.reshape(-1, *array.shape[2:])  # [B*T, ...]
+            tokens = tokens.at[columns].set(value[0], mode="drop")
+            updated.append(tokens.reshape(array.shape))
+        return tuple(updated)
 
     def _columns(self, number: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(self.columns, number * self.size, self.size)

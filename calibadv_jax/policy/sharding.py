@@ -21,26 +21,45 @@ from calibadv_jax.policy.weights import WEIGHTS
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
+# Logical axis of an array -> the mesh axes that split it; None: it is not split.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "length": None,
     "activation": None,
     "layers": None,
-    "stack": MESH_AXES,  # layers too, where each is worked on by itself
-    "slots": MESH_AXES,  # of a KV cache whose heads cannot be split
+    # Stacked layers, where each layer is computed independently.
+    "stack": MESH_AXES,
+    # Slots of a KV cache whose heads cannot be split.
+    "slots": MESH_AXES,
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     "norm": None,
-    "rank": None,  # of an adapter
+    # The inner width of an adapter.
+    "rank": None,
 }
 
 
+# --- The mesh ---
+
+
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """Make a mesh of all devices; one axis may be -1 and takes the rest. UserError if sizes do not fit."""
-    devices = jax.devices() if devices is None else devices
+    """Make a mesh of devices.
+
+    Args:
+        config: sizes of the axes; one may be -1 and takes the remaining devices.
+        devices: devices of the mesh; None: all devices of all processes.
+
+    Returns:
+        A mesh with the axes MESH_AXES. The devices of a process are adjacent in it.
+
+    Raises:
+        UserError: if the product of the sizes is not the number of devices.
+    """
+    if devices is None:
+        devices = jax.devices()
     sizes = tuple(config.sizes_on(len(devices)).values())
     if math.prod(sizes) != len(devices):
         raise UserError(
@@ -48,11 +67,14 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f" {len(devices)} device(s); set one axis to -1 to take the rest"
         )
     mesh = jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
-    if jax.process_count() > 1 and _processes(mesh) != sorted(_processes(mesh)):
-        # `LocalCopy` needs the devices of a process beside each other.
-        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-        mesh = _auto_mesh(np.array(ordered).reshape(sizes), MESH_AXES)
-    return mesh
+    if jax.process_count() == 1:
+        return mesh
+    processes = _processes(mesh)
+    if processes == sorted(processes):
+        return mesh
+    # `LocalCopy` needs the devices of a process beside each other.
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return _auto_mesh(np.array(ordered).reshape(sizes), MESH_AXES)
 
 
 def _auto_mesh(devices: np.ndarray, axes: tuple[str, ...]) -> Mesh:
@@ -60,25 +82,55 @@ def _auto_mesh(devices: np.ndarray, axes: tuple[str, ...]) -> Mesh:
 
 
 def _processes(mesh: Mesh) -> list[int]:
+    """Return the process of each device, in the order of the mesh."""
     return [device.process_index for device in mesh.devices.flat]
 
 
 def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
-    """Return the mesh sizes of a process' embedded sampler: `tensor` of the whole mesh, `fsdp` up to its."""
-    if devices % (tensor := sizes["tensor"]):
+    """Return the mesh sizes of one process' embedded sampler.
+
+    Args:
+        sizes: sizes of the mesh of all processes, by axis.
+        devices: number of devices of one process.
+
+    Returns:
+        Sizes by axis: `tensor` as in the whole mesh, and the largest `fsdp` that divides both the whole
+        mesh's and the process' devices.
+
+    Raises:
+        UserError: if `tensor` does not divide the process' devices.
+    """
+    tensor = sizes["tensor"]
+    if devices % tensor:
         raise UserError(
             f"mesh.tensor is {tensor}, but a process has {devices} devices, which it must divide for the"
             " embedded sampler; lower it"
         )
     fsdp = math.gcd(sizes["fsdp"], devices // tensor)
-    return {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
+    data = devices // tensor // fsdp
+    return {"data": data, "fsdp": fsdp, "tensor": tensor}
+
+
+def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
+    """Return the number of devices along one axis of the mesh or along several; 1 along none."""
+    if names is None:
+        return 1
+    axes = (names,) if isinstance(names, str) else names
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 class LocalCopy:
-    """Copies parameters of several processes' devices onto the devices of each process, in `dtype`.
+    """Copies parameters that all processes share onto the devices of each process.
 
-    `mesh` is that of all processes' devices, the attribute that of this process' devices by `local_sizes`.
-    What `split` (`Policy.split`) calls frozen is copied once: it must be the same in every call.
+    The frozen parameters are copied once, by the first call: later calls must pass the same ones.
+
+    Attributes:
+        mesh: this process' devices, with the sizes of `local_sizes`.
+
+    Args:
+        mesh: the devices of all processes.
+        dtype: of the copies.
+        split: divides parameters into frozen and trained ones (`Policy.split`).
     """
 
     def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
@@ -87,64 +139,103 @@ class LocalCopy:
         processes = sorted(set(_processes(mesh)))
         sizes = local_sizes(mesh.shape, mesh.size // len(processes))
         devices = mesh.devices.reshape(len(processes), *sizes.values())
-        self.mesh = _auto_mesh(devices[processes.index(jax.process_index())], MESH_AXES)
-        whole_mesh = _auto_mesh(devices, ("process", *MESH_AXES))
+        own_devices = devices[processes.index(jax.process_index())]
+        self.mesh = _auto_mesh(own_devices, MESH_AXES)
+        all_devices = _auto_mesh(devices, ("process", *MESH_AXES))
 
-        def copy(leaf: Array, sharding: NamedSharding) -> Array:
+        def gather_leaf(leaf: Array, sharding: NamedSharding) -> Array:
             return jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), sharding)
 
-        self._gather = jax.jit(lambda params: jax.tree.map(copy, params, param_shardings(params, whole_mesh)))
+        def gather(params: Any) -> Any:
+            return jax.tree.map(gather_leaf, params, param_shardings(params, all_devices))
+
+        self._gather = jax.jit(gather)
 
     def __call__(self, params: Any) -> Any:
-        """Copy parameters; all processes call this together."""
+        """Copy parameters; all processes call this together.
+
+        Args:
+            params: nested parameters on the devices of all processes.
+
+        Returns:
+            The same parameters on this process' devices.
+        """
         frozen, trained = self._split(params)
         if self._frozen is None:
-            self._frozen = self._copied(frozen)
-        return merge_params(self._frozen, self._copied(trained))
+            self._frozen = self._copy(frozen)
+        return merge_params(self._frozen, self._copy(trained))
 
-    def _copied(self, params: Any) -> Any:
-        def local(leaf: Array, sharding: NamedSharding) -> Array:
+    def _copy(self, params: Any) -> Any:
+        def take_own_shards(leaf: Array, sharding: NamedSharding) -> Array:
             shards = [shard.data for shard in leaf.addressable_shards]
             return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
         gathered = self._gather(params)
-        return jax.tree.map(local, gathered, param_shardings(gathered, self.mesh))
+        return jax.tree.map(take_own_shards, gathered, param_shardings(gathered, self.mesh))
+
+
+# --- Shardings of arrays ---
 
 
 def spec(*axes: str | None) -> P:
-    """Return the PartitionSpec of an array with these logical axes."""
+    """Return the PartitionSpec of an array with these logical axes; None: the axis is not split."""
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pin an intermediate array to the table's layout; no effect outside `jax.set_mesh`."""
+    """Pin an intermediate array to the layout of its logical axes; no effect outside `jax.set_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, spec(*axes))
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
 def pin_rows(x: Array) -> Array:
-    """Pin [B, n, D] with n > 1 inside a `vmap` over the devices' groups of rows: weights are gathered.
+    """Keep each group's rows whole on its device, so that the weights are gathered instead.
 
-    Else the compiler may split D and sum over the devices after every product.
+    For use inside a `vmap` over the devices' groups of rows. Otherwise the compiler may split D and sum over
+    the devices after every product. No effect on single tokens (n = 1) and outside `jax.set_mesh`.
+
+    Args:
+        x: hidden states [B, n, D] of one group.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty or x.shape[1] == 1 else jax.lax.with_sharding_constraint(x, P(None, None, None))
+    if mesh.empty or x.shape[1] == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(None, None, None))
 
 
 def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Return the NamedSharding of every parameter; axes that the mesh does not divide are not split."""
+    """Return the sharding of every parameter.
+
+    Args:
+        abstract: nested parameters, or their ShapeDtypeStructs.
+        mesh: the devices.
+
+    Returns:
+        NamedShardings, nested as `abstract`. An axis whose size the mesh does not divide is not split.
+    """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
-        axes = WEIGHTS[jax.tree_util.keystr(path, simple=True, separator=".")].axes
-        sizes = zip(leaf.shape, spec(*axes), strict=True)
-        fitted = [name if size % axis_size(mesh, name) == 0 else None for size, name in sizes]
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        partition = spec(*WEIGHTS[name].axes)
+        fitted = []
+        for size, mesh_axis in zip(leaf.shape, partition, strict=True):
+            is_divisible = size % axis_size(mesh, mesh_axis) == 0
+            fitted.append(mesh_axis if is_divisible else None)
         return NamedSharding(mesh, P(*fitted))
 
     return jax.tree_util.tree_map_with_path(sharding, abstract)
 
 
 def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
-    """Return ShapeDtypeStructs on the mesh, or on the first device, in `dtype` or each in its own."""
+    """Return ShapeDtypeStructs with the shardings of parameters.
+
+    Args:
+        abstract: nested parameters, or their ShapeDtypeStructs.
+        mesh: the devices; None: the first local device.
+        dtype: of all results; None: each keeps its own.
+    """
     if mesh is not None:
         return with_shardings(abstract, param_shardings(abstract, mesh), dtype)
     device = SingleDeviceSharding(jax.local_devices()[0])
@@ -152,6 +243,8 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
 
 
 def with_shardings(abstract: Any, shardings: Any, dtype: Any = None) -> Any:
+    """Return ShapeDtypeStructs of `abstract` with these shardings; `dtype` None: each keeps its own."""
+
     def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
 
@@ -159,80 +252,123 @@ def with_shardings(abstract: Any, shardings: Any, dtype: Any = None) -> Any:
 
 
 def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
-    """Return the logical axes of a KV cache's slots and heads; heads that cannot be split lie whole."""
-    return ("batch", "kv_heads") if num_kv_heads % tensor == 0 else ("slots", None)
+    """Return the logical axes of a KV cache's slots and heads.
+
+    Args:
+        num_kv_heads: K of the policy.
+        tensor: devices along the mesh axis `tensor`.
+
+    Returns:
+        Heads are split if `tensor` divides them. Otherwise only the slots are split, over all devices.
+    """
+    if num_kv_heads % tensor == 0:
+        return "batch", "kv_heads"
+    return "slots", None
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Place rows over data and fsdp."""
+    """Return the sharding of rows, which are split over data and fsdp."""
     return NamedSharding(mesh, P(RULES["batch"]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, P())
 
 
-def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
-    """Return the number of devices along an axis of the mesh, or along several; 1 along none."""
-    axes = (names,) if isinstance(names, str) else names or ()
-    return math.prod(mesh.shape[name] for name in axes)
-
-
-# --- The two weights that are as large as the vocabulary ---
-# The compiler would gather such a weight wherever a product or a look-up reads it. `transformer.look_up`
-# exchanges looked up columns, never the table, and `logprobs.token_logprobs` gathers the head once.
+# --- The two weights that are as large as the vocabulary: embeddings and output head ---
+# The compiler would gather such a weight wherever a product or a look-up reads it. `embedding.look_up`
+# exchanges the columns that were looked up, never the table. `logprobs.token_logprobs` gathers the head once.
 
 
 @dataclass(frozen=True)
 class VocabLayout:
-    """Mesh axes that split a batch's rows, the width D and the vocabulary V; devices call its methods."""
+    """How the mesh splits a batch's rows, the model width D and the vocabulary V.
+
+    Its methods are called inside `on_devices`, by each device with its own shards.
+
+    Attributes:
+        rows: mesh axes that split the rows.
+        width: mesh axis that splits D; None: D is not split.
+        vocab: mesh axis that splits V; None: V is not split.
+    """
 
     rows: tuple[str, ...] = ()
     width: str | None = None
     vocab: str | None = None
 
     def on_devices(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Any:
-        """Apply `function` to each device's parts, or to the whole arrays if nothing is split."""
+        """Return `function` applied by each device to its shards.
+
+        Args:
+            function: computes shards of the outputs from shards of the inputs.
+            inputs: PartitionSpecs of its arguments, from `spec`.
+            outputs: PartitionSpecs of its results.
+
+        Returns:
+            A function of whole arrays. If nothing is split it is `function` itself.
+        """
         if not (self.rows or self.vocab):
             return function
         return jax.shard_map(function, in_specs=inputs, out_specs=outputs, check_vma=False)
 
     def spec(self, *axes: str | None) -> P:
-        """Return the specification of an array whose axes are "rows", "width", "vocab" or None."""
-        names = {"rows": self.rows or None, "width": self.width, "vocab": self.vocab, None: None}
-        return P(*(names[axis] for axis in axes))
+        """Return the PartitionSpec of an array whose axes are "rows", "width", "vocab" or None."""
+        mesh_axes = {
+            "rows": self.rows or None,
+            "width": self.width,
+            "vocab": self.vocab,
+            None: None,
+        }
+        return P(*(mesh_axes[axis] for axis in axes))
 
-    def first(self, size: int) -> Array | int:
-        """Return the first of the `size` entries of the vocabulary that this device holds."""
-        return 0 if self.vocab is None else jax.lax.axis_index(self.vocab) * size
+    def first_token(self, shard_size: int) -> Array | int:
+        """Return the first token id of this device's shard of the vocabulary, which has `shard_size` ids."""
+        if self.vocab is None:
+            return 0
+        return jax.lax.axis_index(self.vocab) * shard_size
 
-    def over_vocab(self, x: Array) -> Array:
-        return x if self.vocab is None else jax.lax.psum(x, self.vocab)
+    def sum_over_vocab(self, x: Array) -> Array:
+        """Sum over the devices that share a row's vocabulary."""
+        if self.vocab is None:
+            return x
+        return jax.lax.psum(x, self.vocab)
 
-    def gathered(self, x: Array, axis: int) -> Array:
-        """Gather the whole width of an array, which is its `axis`."""
-        return x if self.width is None else jax.lax.all_gather(x, self.width, axis=axis, tiled=True)
+    def gather_width(self, x: Array, axis: int) -> Array:
+        """Gather the whole width D, which is the `axis` of x."""
+        if self.width is None:
+            return x
+        return jax.lax.all_gather(x, self.width, axis=axis, tiled=True)
 
-    def scattered(self, gradient: Array, axis: int) -> Array:
-        """Sum all devices' gradients of the whole width, and return this device's part."""
+    def scatter_width(self, gradient: Array, axis: int) -> Array:
+        """Sum all devices' gradients of the whole width D, and return this device's shard of the sum."""
         if self.width is not None:
             gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
-        return self.over_replicas(gradient)
+        return self.sum_over_replicas(gradient)
 
-    def over_replicas(self, gradient: Array) -> Array:
-        """Sum over the rows' axes that do not split the width."""
+    def sum_over_replicas(self, gradient: Array) -> Array:
+        """Sum over the mesh axes that split the rows but not the width D."""
         axes = tuple(name for name in self.rows if name != self.width)
-        return jax.lax.psum(gradient, axes) if axes else gradient
+        if not axes:
+            return gradient
+        return jax.lax.psum(gradient, axes)
 
 
 def vocab_layout(num_rows: int, width: int, vocab: int) -> VocabLayout:
-    """Return the layout by the table of `sharding` on the current mesh; undivided if rows do not divide."""
+    """Return the layout of rows, width and vocabulary on the current mesh, by RULES.
+
+    Args:
+        num_rows: rows of the batch. If the mesh does not divide them, nothing is split.
+        width: D. It is split only if the mesh divides it.
+        vocab: V. It is split only if the mesh divides it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or num_rows % axis_size(mesh, RULES["batch"]):
         return VocabLayout()
 
-    def fitted(size: int, name: str) -> str | None:
-        return name if mesh.shape[name] > 1 and size % mesh.shape[name] == 0 else None
+    def axis_if_divisible(size: int, name: str) -> str | None:
+        devices = mesh.shape[name]
+        return name if devices > 1 and size % devices == 0 else None
 
     rows = tuple(name for name in ("data", "fsdp") if mesh.shape[name] > 1)
-    return VocabLayout(rows, fitted(width, "fsdp"), fitted(vocab, "tensor"))
+    return VocabLayout(rows, axis_if_divisible(width, "fsdp"), axis_if_divisible(vocab, "tensor"))

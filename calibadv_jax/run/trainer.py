@@ -18,7 +18,7 @@ from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.distributed.process_group import ALONE, Hosts
 from calibadv_jax.learner.batching import Sample, content_of
 from calibadv_jax.learner.learner import State, policy_learner
-from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.objective import policy_loss
 from calibadv_jax.learner.optimizer import schedule_of
 from calibadv_jax.learner.step import Learned, learn, make_sample
 from calibadv_jax.policy.adapters import merge_params

@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec as P
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.policy.adapters import merge_params
+from calibadv_jax.policy.attention import Cache
 from calibadv_jax.policy.sharding import (
     RULES,
     axis_size,
@@ -46,7 +47,7 @@ from calibadv_jax.policy.sharding import (
     replicated,
     spec,
 )
-from calibadv_jax.policy.transformer import Cache, Decoder, Params, Policy
+from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
 from calibadv_jax.sampler.prefixes import Copy, Prefixes
 from calibadv_jax.sampler.sampling import sample_tokens

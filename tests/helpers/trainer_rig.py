@@ -17,7 +17,7 @@ from calibadv_jax.commands.train import train
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
-from calibadv_jax.learner import learner, losses, optimizer
+from calibadv_jax.learner import learner, objective, optimizer
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.model import Model
 from calibadv_jax.run.state import RunState
@@ -49,7 +49,8 @@ def shared_programs():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "make_schedule", schedule_of)
-        for module, name in ((learner, "make_optimizer"), (losses, "policy_gradient"), (learner, "Learner")):
+        cached = ((learner, "make_optimizer"), (objective, "policy_gradient"), (learner, "Learner"))
+        for module, name in cached:
             patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calibadv_jax.learner.batching import Rows, RowShape, Sample, microbatches, pack, token_weights
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 
 ROW, ROWS = 40, 8  # one shape for all cases: compiled once
 
@@ -51,7 +51,7 @@ def packed(cases, config, rng=None, on_policy=False, order=None, pack_length=ROW
         return loss(logprobs, jnp.zeros_like(logprobs), batch, None)
 
     (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(columns))
-    gradients = rows.by_sample([np.asarray(gradient)])
+    gradients = rows.unpack([np.asarray(gradient)])
     in_order = [gradients[order.index(index)][1:] for index in range(len(cases))]
     return float(value), in_order, {name: float(number) for name, number in metrics.items()}
 

@@ -144,7 +144,7 @@ def test_rows_of_several_widths_return_samples(seed):
     places = {(placement.batch, placement.row, placement.segment) for placement in rows.plan.placements}
     assert len(places) == len(samples) and all(batch.segment_ids[:, 0].all() for batch in batches)
     fields = "targets", "advantages", "sampler_logprobs", "weights"
-    columns = [rows.by_sample([getattr(batch, field) for batch in batches]) for field in fields]
+    columns = [rows.unpack([getattr(batch, field) for batch in batches]) for field in fields]
     for sample, weight, *values in zip(samples, weights, *columns, strict=True):
         arrays = sample.tokens, sample.advantages, sample.logprobs, weight
         for array, column in zip(arrays, values, strict=True):

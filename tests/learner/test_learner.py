@@ -15,7 +15,7 @@ from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import negative_log_likelihood, policy_gradient
+from calibadv_jax.learner.objective import negative_log_likelihood, policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 
 VOCAB = 40

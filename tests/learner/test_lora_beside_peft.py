@@ -10,7 +10,7 @@ from tiny_policy import LLAMA3, mesh_of, row_logits, single_device, tiny
 from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.weights import to_hf

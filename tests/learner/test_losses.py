@@ -21,8 +21,10 @@ from loss_cases import batch_of, columns, packed, sample
 from calibadv_jax.config import LossConfig
 from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.batch_factors import TrainedTokens
 from calibadv_jax.learner.batching import pack
-from calibadv_jax.learner.losses import LOSSES, Tokens, TrainedTokens, check_loss, find_loss, policy_gradient
+from calibadv_jax.learner.losses import LOSSES, Tokens, check_loss, find_loss
+from calibadv_jax.learner.objective import policy_gradient
 
 LOW, HIGH = 0.2, 0.3
 RANDOM = np.random.default_rng(0)

@@ -14,8 +14,8 @@ from tiny_policy import NARROW, mesh_of, single_device, tiny
 from calibadv_jax.config import LossConfig, OptimizerConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import policy_gradient
-from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, parts
+from calibadv_jax.learner.objective import policy_gradient
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule, parameter_groups
 from calibadv_jax.policy.sharding import param_shardings, replicated
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
 
@@ -228,7 +228,7 @@ def test_part_brings_moments_of_its_parameters_only():
     learner = make_learner("adamw", True, single_device())
     leaves, step = jax.tree.leaves(learner.abstract_state), learner._apply
     on_device = {index for index, leaf in enumerate(leaves) if leaf.sharding.memory_kind == "device"}
-    changed, near = zip(*(step._divided(leaves, names) for names, _ in step._parts), strict=True)
+    changed, near = zip(*(step._divide_leaves(leaves, names) for names, _ in step._programs), strict=True)
     assert sorted(index for mine in changed for index in mine) == list(range(len(leaves)))
     assert len(changed) > 2
     for mine, others in zip(changed, near, strict=True):
@@ -236,6 +236,7 @@ def test_part_brings_moments_of_its_parameters_only():
 
 
 def test_parts_are_bounded_by_largest_parameter_or_quarter():
-    assert parts({"a": 3, "b": 10, "c": 7, "d": 4}) == [["b"], ["c", "a"], ["d"]]
-    assert parts({"a": 1}) == [["a"]]
-    assert parts({str(number): 1 for number in range(8)}) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
+    assert parameter_groups({"a": 3, "b": 10, "c": 7, "d": 4}) == [["b"], ["c", "a"], ["d"]]
+    assert parameter_groups({"a": 1}) == [["a"]]
+    equal = {str(number): 1 for number in range(8)}
+    assert parameter_groups(equal) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]

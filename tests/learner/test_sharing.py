@@ -13,10 +13,11 @@ from tiny_policy import GROUPED, mesh_of, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.learner.batching import PrefixSharedRows, Rows, RowShape, Sample, token_weights
+from calibadv_jax.learner.batching import Rows, RowShape, Sample, token_weights
 from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
+from calibadv_jax.learner.prefix_sharing import PrefixSharedRows
 from calibadv_jax.learner.step import learn
 
 VOCAB, ROW = 40, 48
@@ -139,7 +140,7 @@ def assert_each_sees_its_beginning(samples, *widths):
         for number, batch in enumerate(batches)
     ]
     arrays = codes, [batch.weights for batch in batches], [batch.sampler_logprobs for batch in batches]
-    columns = map(rows.by_sample, arrays)
+    columns = map(rows.unpack, arrays)
     for trained, weight, code, values, logprobs in zip(samples, weights, *columns, strict=True):
         np.testing.assert_array_equal(values, weight)
         np.testing.assert_array_equal(logprobs, trained.logprobs)

@@ -16,7 +16,7 @@ from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.losses import on_policy_only, policy_gradient
+from calibadv_jax.learner.objective import on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
 QUESTION = Question("q", "?", ("x",), "test")

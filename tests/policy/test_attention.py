@@ -12,10 +12,11 @@ from rounding import close_in_norm
 from tiny_policy import mesh_of
 
 from calibadv_jax.config import PolicyConfig
-from calibadv_jax.policy import transformer
+from calibadv_jax.policy import attention
+from calibadv_jax.policy.attention import packed_attention
 from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES
-from calibadv_jax.policy.transformer import Numerics, packed_attention
+from calibadv_jax.policy.transformer import Numerics
 
 KERNELS = {
     "xla": lambda *rows: packed_attention(*rows, "xla", 1024),
@@ -148,7 +149,7 @@ def test_auto_takes_the_kernel_of_the_backend(backend, kernel, monkeypatch):
 
 
 def test_mask_of_a_cache_is_as_small_as_its_scores(monkeypatch):
-    monkeypatch.setattr(transformer, "SCORE_BYTES", 1)  # one row at a time
+    monkeypatch.setattr(attention, "SCORE_BYTES", 1)  # one row at a time
     shapes = (6, 5, 4, 8), (6, 2, 70, 8), (6, 2, 70, 8), (6, 5)
     abstract = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert "[6,1,5,70]" not in str(jax.make_jaxpr(transformer.cached_attention)(*abstract))
+    assert "[6,1,5,70]" not in str(jax.make_jaxpr(attention.cached_attention)(*abstract))

@@ -14,9 +14,9 @@ from compiled_rig import collectives
 from rounding import close_in_norm
 from tiny_policy import NARROW, SHAPE, mesh_of, tiny
 
+from calibadv_jax.policy.embedding import look_up
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import batch_sharding, param_shardings
-from calibadv_jax.policy.transformer import look_up
 
 ROWS, LENGTH, WIDTH, VOCAB, TEMPERATURE = 8, 21, 16, 53, 0.7
 

@@ -17,9 +17,9 @@ from tiny_policy import GROUPED, tiny
 from calibadv_jax.config import LossConfig, MeshConfig
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions
-from calibadv_jax.learner.losses import policy_gradient
+from calibadv_jax.learner.objective import policy_gradient
+from calibadv_jax.policy.attention import packed_attention
 from calibadv_jax.policy.sharding import make_mesh
-from calibadv_jax.policy.transformer import packed_attention
 
 pytestmark = pytest.mark.skipif(
     "cuda" not in os.environ.get("JAX_PLATFORMS", ""), reason="for a GPU: JAX_PLATFORMS=cuda,cpu"

@@ -11,7 +11,7 @@ from tiny_policy import SHAPE, mesh_of, tiny
 
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.policy import transformer
+from calibadv_jax.policy import attention
 from calibadv_jax.policy.transformer import UNROLLED_LAYERS
 from calibadv_jax.sampler import engine, tiles
 
@@ -138,7 +138,7 @@ def test_program_reads_the_longest_row_only(policy, params, expected, monkeypatc
 @pytest.mark.medium
 def test_tiles_and_scores_of_a_few_rows_on_a_mesh(policy, params, expected, monkeypatch):
     monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
-    monkeypatch.setattr(transformer, "SCORE_BYTES", 1)  # one row at a time
+    monkeypatch.setattr(attention, "SCORE_BYTES", 1)  # one row at a time
     sampler, completions = sample(policy, params, MeshConfig(1, 2, 2))
     assert sampler._engine._tile.rows == 3 and not sampler._engine._tile.has_row_per_slot
     check(completions, expected)

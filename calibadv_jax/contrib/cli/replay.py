@@ -22,7 +22,7 @@ from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
 from calibadv_jax.learner.learner import State
-from calibadv_jax.learner.losses import LossFunction, policy_loss
+from calibadv_jax.learner.objective import LossFunction, policy_loss
 from calibadv_jax.learner.step import learn, make_sample
 from calibadv_jax.metrics.console import Console, number, table
 from calibadv_jax.metrics.summary import trajectory_metrics

@@ -20,7 +20,7 @@ from calibadv_jax.contrib.planning.memory import GIB
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.learner.critic import ValueLoss, critic_learner
 from calibadv_jax.learner.learner import Learner, policy_learner
-from calibadv_jax.learner.losses import LossFunction, policy_loss
+from calibadv_jax.learner.objective import LossFunction, policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import Architecture

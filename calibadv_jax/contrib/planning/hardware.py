@@ -15,8 +15,8 @@ import yaml
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.attention import KERNELS
 from calibadv_jax.policy.sharding import local_sizes
-from calibadv_jax.policy.transformer import KERNELS
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # Environment variable: share of a GPU's memory that JAX takes.
 TPU_SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")

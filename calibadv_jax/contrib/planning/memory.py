@@ -22,8 +22,9 @@ from calibadv_jax.learner.critic import critic_of
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, most_at_once
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.attention import SCORE_BYTES
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
-from calibadv_jax.policy.transformer import SCORE_BYTES, Numerics, Params, Policy
+from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.tiles import TileShape
 from calibadv_jax.snapshots.huggingface import read_hf_config

@@ -14,9 +14,10 @@ from calibadv_jax.contrib.planning.hardware import Target, sampler_of
 from calibadv_jax.contrib.planning.memory import layer_width, trained_parameters
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import plan, row_shapes
-from calibadv_jax.learner.losses import policy_loss
+from calibadv_jax.learner.objective import policy_loss
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.transformer import Numerics, keys_computed
+from calibadv_jax.policy.attention import keys_computed
+from calibadv_jax.policy.transformer import Numerics
 
 # Work of the backward pass of a flash kernel, in forward passes: the scores are computed once more.
 FLASH_BACKWARD = 2.5

@@ -1,1 +1,1 @@
-"""Replacements of plain formulas, with the same values but for rounding."""
+"""Replacements of plain formulas, with the same values up to rounding."""

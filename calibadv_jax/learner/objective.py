@@ -1,0 +1,316 @@
+"""The functions that the learner minimises: policy loss with KL and entropy terms, and supervised loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.random import Generator
+
+from calibadv_jax.config import Config, LossConfig
+from calibadv_jax.learner.batch_factors import LOG_RATIO_LIMIT, TrainedTokens
+from calibadv_jax.learner.batching import Arrays, Batch, Sample
+from calibadv_jax.learner.losses import (
+    Loss,
+    Tokens,
+    find_loss,
+    segment_maxima,
+    segment_means,
+    segment_sums,
+)
+
+KL_LIMIT = 10.0  # The low-variance estimate of the KL divergence is clipped to ± this.
+# Metrics that are sums over the trained tokens, whatever their weights in the loss; see `PolicyLoss`.
+TOKEN_METRICS = {
+    "actor/entropy",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "actor/sampler_mismatch",
+    "actor/sampler_masked",
+}
+
+Metrics = dict[str, Array]
+# (log-probabilities [R, L], entropies [R, L], batch, reference log-probabilities [R, L] or None)
+# -> (loss [], metrics)
+LossFunction = Callable[[Array, Array, Batch, Any], tuple[Array, Metrics]]
+
+
+# --- Importance correction between the sampling and the trained policy ---
+
+
+def importance_correction(
+    terms: Array, gap: Array, tokens: Tokens, config: LossConfig
+) -> tuple[Array, Array | None]:
+    """Apply truncated and masked importance weights.
+
+    The weight of a token is w = exp(gap), or its sequence's product or geometric mean. A term is multiplied
+    by min(w, `importance_cap`). It becomes 0 where w is outside [`importance_low`, `importance_high`] or the
+    mismatch of learner and sampler exceeds `reject_above`. All three together are IcePop.
+
+    Args:
+        terms: of the policy loss, float32 [R, L].
+        gap: learner's less sampler's log-probabilities, float32 [R, L].
+        tokens: the rows.
+        config: keys `importance_…` and `reject_…`.
+
+    Returns:
+        The terms, and which tokens are masked, bool [R, L], or None if the config masks none. Masked tokens
+        stay in the mean as 0.
+    """
+    if config.importance_cap == 0 and not config.masks_by_mismatch:
+        return terms, None
+    log_weight = gap
+    if config.importance_level == "sequence":
+        log_weight = segment_sums(jnp.where(tokens.trained, gap, 0.0), tokens.segment_ids)
+    elif config.importance_level == "sequence_geometric":
+        log_weight = segment_means(gap, tokens)
+    weight = jnp.exp(jnp.clip(log_weight, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    if config.importance_cap > 0:
+        # The objective -terms is weighted, then negated: XLA fuses both signs away.
+        terms = -(-terms * jnp.minimum(weight, config.importance_cap))
+    if not config.masks_by_mismatch:
+        return terms, None
+    is_masked = weight < config.importance_low
+    if config.importance_high > 0:
+        is_masked = is_masked | (weight > config.importance_high)
+    if config.reject_by != "none":
+        is_masked = is_masked | (_mismatch(gap, tokens, config) > config.reject_above)
+    return jnp.where(is_masked, 0.0, terms), is_masked
+
+
+def _mismatch(gap: Array, tokens: Tokens, config: LossConfig) -> Array:
+    """Return the distance of learner and sampler that `reject_above` bounds, float32 [R, L].
+
+    k2: gap² / 2; k3: exp(gap) - 1 - gap; of each token, or its sequence's sum, mean or maximum.
+    """
+    gap = jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    distance = 0.5 * gap**2 if config.reject_by == "k2" else jnp.exp(gap) - 1.0 - gap
+    distance = jnp.where(tokens.trained, distance, 0.0)
+    if config.reject_over == "sequence_mean":
+        return segment_means(distance, tokens)
+    if config.reject_over == "sequence_sum":
+        return segment_sums(distance, tokens.segment_ids)
+    if config.reject_over == "sequence_max":
+        return segment_maxima(distance, tokens.segment_ids)
+    return distance
+
+
+# --- Estimators of the KL divergence to the reference policy ---
+# Each takes d, the log-probability under the reference less that under the policy, float32 [R, L], of tokens
+# that the policy sampled, and estimates KL(policy || reference) for each token. J. Schulman compares k1, k2
+# and k3 in "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. The bias that is named below
+# is that of the value. As a term of the loss, an estimate is differentiated with the tokens fixed: on policy,
+# the expected gradient of k1 is then 0, and that of k2 is the gradient of the KL divergence.
+
+
+def k1_kl(difference: Array) -> Array:
+    """Return -d. Schulman's k1: unbiased, but with a high variance, and negative for half of the tokens."""
+    return -difference
+
+
+def absolute_kl(difference: Array) -> Array:
+    """Return |d|. Biased upwards: it is of first order in d, where the KL divergence is of second order."""
+    return jnp.abs(difference)
+
+
+def k2_kl(difference: Array) -> Array:
+    """Return d² / 2. Schulman's k2: low variance; its bias is small where the policies are close."""
+    return 0.5 * difference**2
+
+
+def k3_kl(difference: Array) -> Array:
+    """Return exp(d) - d - 1. Schulman's k3: unbiased and never negative, with a low variance.
+
+    d is clipped to ±LOG_RATIO_LIMIT and the estimate to ±KL_LIMIT, as in verl, which adds a bias for tokens
+    that the reference finds far likelier or less likely.
+    """
+    difference = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return jnp.clip(jnp.exp(difference) - difference - 1.0, -KL_LIMIT, KL_LIMIT)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
+    "kl": k1_kl,
+    "abs": absolute_kl,
+    "mse": k2_kl,
+    "low_var_kl": k3_kl,
+}
+
+
+# --- The policy's loss ---
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyLoss:
+    """The loss of `loss.name` with an advantage for each token, and the KL and entropy terms.
+
+    Attributes:
+        config: section `loss` of a config.
+        on_policy: whether the denominator of the ratio is the current policy itself; see `on_policy_only`.
+        definition: formula and needs of the loss.
+    """
+
+    config: LossConfig
+    on_policy: bool
+    definition: Loss
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the ratio divides by the learner's probabilities before the step's first update."""
+        return self.config.old_logprobs == "recompute" and not self.on_policy
+
+    def has_gradient(self, sample: Sample) -> bool:
+        """Return whether a sample can change the gradient, by its advantages or another term of the loss."""
+        has_other_terms = self.config.kl_coef or self.config.entropy_coef or self.definition.every_sample
+        if has_other_terms:
+            return bool(sample.mask.any())
+        return bool(np.any(sample.advantages[sample.mask]))
+
+    def factors(
+        self,
+        samples: Sequence[Sample],
+        weights: Arrays,
+        logprobs: Arrays | None,
+        rng: Generator,
+    ) -> list[np.ndarray] | None:
+        """Return the factor of each token from statistics of the mini-batch.
+
+        Args:
+            samples: of the mini-batch, with at least one trained token.
+            weights: of each token in the loss, float32 [T] for each sample.
+            logprobs: under the current policy, float32 [T] for each sample; None: the old ones.
+            rng: for losses that draw tokens.
+
+        Returns:
+            float32 [T] for each sample, 0 where a token is not trained; None if the loss has no factors.
+        """
+        batch_factor = self.definition.batch_factor
+        if batch_factor is None:
+            return None
+        denominators = [sample.denominator for sample in samples]
+        if logprobs is None:
+            logprobs = denominators
+        old_logprobs = logprobs if self.on_policy else denominators
+        mask = np.concatenate([sample.mask for sample in samples])
+
+        def trained_tokens(arrays: Arrays) -> np.ndarray:
+            return np.concatenate(arrays)[mask].astype(np.float64)
+
+        trained = TrainedTokens(
+            advantages=trained_tokens([sample.advantages for sample in samples]),
+            weights=trained_tokens(weights),
+            logprobs=trained_tokens(logprobs),
+            old_logprobs=trained_tokens(old_logprobs),
+        )
+        factors = np.zeros(len(mask), np.float32)
+        factors[mask] = batch_factor(trained, self.config, rng)
+        ends = np.cumsum([len(sample.tokens) for sample in samples])
+        return np.split(factors, ends)[:-1]
+
+    def __call__(
+        self,
+        logprobs: Array,
+        entropies: Array,
+        batch: Batch,
+        reference: Array | None,
+    ) -> tuple[Array, Metrics]:
+        """Compute the loss of packed rows: the sum of weights * (term - entropy bonus + KL term).
+
+        Args:
+            logprobs: of the targets under the current policy, float32 [R, L].
+            entropies: float32 [R, L].
+            batch: the rows.
+            reference: log-probabilities under the reference policy, float32 [R, L]; None: no KL term.
+
+        Returns:
+            The loss, and metrics: sums of weighted token values, or, for TOKEN_METRICS, sums over the trained
+            tokens.
+        """
+        config = self.config
+        old_logprobs = jax.lax.stop_gradient(logprobs) if self.on_policy else batch.old_logprobs
+        log_ratio = jnp.clip(logprobs - old_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        tokens = Tokens(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs,
+            log_ratio=log_ratio,
+            advantages=batch.advantages,
+            trained=batch.weights > 0,
+            segment_ids=batch.segment_ids,
+            factors=batch.factors,
+        )
+        policy_terms, is_clipped = self.definition.terms(tokens, config)
+        gap = jax.lax.stop_gradient(old_logprobs - batch.sampler_logprobs)
+        policy_terms, is_masked = importance_correction(policy_terms, gap, tokens, config)
+        terms = policy_terms
+        # With a coefficient of 0 the gradient of the entropies would still be computed.
+        if config.entropy_coef > 0:
+            terms = terms - config.entropy_coef * entropies
+        values = {
+            "actor/pg_loss": policy_terms,
+            "actor/entropy": entropies,
+            "actor/ppo_kl": -log_ratio,
+            "actor/pg_clipfrac": is_clipped,
+            "actor/sampler_mismatch": jnp.abs(jnp.clip(gap, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)),
+        }
+        if is_masked is not None:
+            values["actor/sampler_masked"] = is_masked
+        if reference is not None:
+            divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
+            terms = terms + config.kl_coef * divergence
+            values["actor/kl_loss"] = divergence
+        metrics: Metrics = {}
+        for name, value in values.items():
+            if name in TOKEN_METRICS:
+                metrics[name] = jnp.sum(jnp.where(tokens.trained, value, 0.0))
+            else:
+                metrics[name] = jnp.sum(batch.weights * value)
+        return jnp.sum(batch.weights * terms), metrics
+
+
+def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
+    """Return whether every rollout gets exactly one update, so that old and current policy are the same."""
+    return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
+
+
+def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
+    """Return the loss of a section `loss`.
+
+    Args:
+        config: the section.
+        on_policy: see `on_policy_only`.
+
+    Raises:
+        UserError: if a loss of the user's own cannot be imported.
+    """
+    return PolicyLoss(config, on_policy, find_loss(config.name))
+
+
+def policy_loss(config: Config) -> PolicyLoss:
+    """Return the loss of a config; UserError as `policy_gradient`."""
+    on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
+    return policy_gradient(config.loss, on_policy)
+
+
+# --- The supervised loss ---
+
+
+def negative_log_likelihood(
+    logprobs: Array, entropies: Array, batch: Batch, reference: Array | None
+) -> tuple[Array, Metrics]:
+    """Compute the loss of supervised fine-tuning: the mean of -lp, in nats a token.
+
+    Args:
+        logprobs: of the targets, float32 [R, L].
+        entropies: float32 [R, L].
+        batch: the rows.
+        reference: not used.
+
+    Returns:
+        The loss, and the mean entropy.
+    """
+    loss = -jnp.sum(batch.weights * logprobs)
+    return loss, {"sft/entropy": jnp.sum(batch.weights * entropies)}
