@@ -187,7 +187,7 @@ class Action(ABC):
         """
 
     def render(self, reply: Reply) -> str:
-        """Return the text of an observation, which stands between its tags.
+        """Return the text of an observation, without its tags.
 
         Args:
             reply: Result of `call`, with its text and its documents neutralised.

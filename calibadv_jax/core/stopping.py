@@ -18,7 +18,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 # Exit status of a process that stops because another process of the run does: that of SIGTERM.
 CALLED = 143
-# Name of the threads that `exit_process` ends before they are done.
+# Name of the threads for which `exit_process` waits no longer than GRACE.
 DAEMON_THREAD = "calibadv-daemon"
 # Seconds for which `exit_process` waits for the daemon threads.
 GRACE = 5.0
@@ -77,7 +77,7 @@ class Stop:
         if self._earlier_handlers:
             signal.set_wakeup_fd(self._earlier_wakeup_fd)
             os.close(self._wakeup_fd)
-            # Its message has to appear before those that follow.
+            # Its message has to appear before the messages that follow.
             self._watcher.join(1.0)
         for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

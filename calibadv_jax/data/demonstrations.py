@@ -109,7 +109,8 @@ def split_off(
     Raises:
         UserError: No question would be left to train on.
     """
-    questions = list(dict.fromkeys(demonstration.question.text for demonstration in demonstrations))
+    texts = [demonstration.question.text for demonstration in demonstrations]
+    questions = list(dict.fromkeys(texts))
     num_held_out = max(1, round(share * len(questions))) if share else 0
     if num_held_out and num_held_out >= len(questions):
         raise UserError(f"sft.held_out={share:g} takes all {len(questions)} questions of the file: lower it")
@@ -149,7 +150,8 @@ def _parse_turn(turn: object, where: str, grammar: Grammar) -> DemoTurn:
     shown_documents = []
     for document in documents:
         title = document["title"]
-        shown_documents.append(Document(str(document.get("id", title)), title, document["text"]))
+        document_id = str(document.get("id", title))
+        shown_documents.append(Document(document_id, title, document["text"]))
     return DemoTurn(well_formed(text), tuple(shown_documents), observation=observation)
 
 

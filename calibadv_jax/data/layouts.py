@@ -248,7 +248,13 @@ def _read_verl(row: DataRow, where: str) -> Fields:
     if row_id is None and index is not None:
         split = extra.get("split")
         row_id = str(index) if split is None else f"{split}_{index}"
-    return Fields(row_id, question, answers, row.get("data_source"), prompt=row.get("prompt"))
+    return Fields(
+        id=row_id,
+        question=question,
+        answers=answers,
+        data_source=row.get("data_source"),
+        prompt=row.get("prompt"),
+    )
 
 
 def _prompt_reader(answer_key: str, needs_marker: bool = False) -> RowReader:
@@ -258,7 +264,13 @@ def _prompt_reader(answer_key: str, needs_marker: bool = False) -> RowReader:
         prompt = row.get("prompt")
         question = row.get("question") or question_of(prompt, where, needs_marker)
         answers = answer_texts(row.get(answer_key), where, answer_key)
-        return Fields(_row_id(row), question, answers, row.get("data_source"), prompt=prompt)
+        return Fields(
+            id=_row_id(row),
+            question=question,
+            answers=answers,
+            data_source=row.get("data_source"),
+            prompt=prompt,
+        )
 
     return read
 
@@ -283,7 +295,8 @@ def _read_musique(row: DataRow, where: str) -> Fields:
     answers = answer_texts(row.get("answer"), where, "answer")
     aliases = row.get("answer_aliases") or []
     answers += aliases if isinstance(aliases, list) else [aliases]
-    return Fields(_row_id(row), row.get("question"), answer_texts(answers, where, "answer_aliases"))
+    answers = answer_texts(answers, where, "answer_aliases")
+    return Fields(id=_row_id(row), question=row.get("question"), answers=answers)
 
 
 def _read_trivia(row: DataRow, where: str) -> Fields:
@@ -293,14 +306,17 @@ def _read_trivia(row: DataRow, where: str) -> Fields:
     aliases = answer.get("aliases") or []
     answers = answer_texts([answer.get("value"), *aliases], where, "Answer")
     row_id = lower_row.get("questionid", lower_row.get("question_id"))
-    return Fields(row_id, lower_row.get("question"), answers)
+    return Fields(id=row_id, question=lower_row.get("question"), answers=answers)
 
 
 def _read_natural_questions(row: DataRow, where: str) -> Fields:
     """Read Natural Questions as published: short answers are spans of the document's tokens."""
-    tokens: list[str] = str(row.get("document_text") or "").split(" ")
-    if row.get("document_tokens") is not None:
-        tokens = ["" if token["html_token"] else token["token"] for token in row["document_tokens"]]
+    document_text = row.get("document_text") or ""
+    document_tokens = row.get("document_tokens")
+    if document_tokens is None:
+        tokens = str(document_text).split(" ")
+    else:
+        tokens = ["" if token["html_token"] else token["token"] for token in document_tokens]
     answers: list[str] = []
     for annotation in row.get("annotations") or []:
         for span in annotation.get("short_answers") or []:
@@ -310,7 +326,7 @@ def _read_natural_questions(row: DataRow, where: str) -> Fields:
         if label in ("YES", "NO"):
             answers.append(label.lower())
     answers = answer_texts(answers, where, "annotations.short_answers")
-    return Fields(row.get("example_id"), row.get("question_text"), answers)
+    return Fields(id=row.get("example_id"), question=row.get("question_text"), answers=answers)
 
 
 def _read_natural_questions_of_hub(row: DataRow, where: str) -> Fields:
@@ -323,8 +339,9 @@ def _read_natural_questions_of_hub(row: DataRow, where: str) -> Fields:
     for label in annotations.get("yes_no_answer") or []:
         if label in (0, 1):
             answers.append(_NO_AND_YES[label])
+    question_text = question.get("text")
     answers = answer_texts(answers, where, "annotations.short_answers.text")
-    return Fields(_row_id(row), question.get("text"), answers)
+    return Fields(id=_row_id(row), question=question_text, answers=answers)
 
 
 def _columns_reader(question_key: str, answer_key: str) -> RowReader:
@@ -337,7 +354,7 @@ def _columns_reader(question_key: str, answer_key: str) -> RowReader:
         if isinstance(question, list) and question and isinstance(question[-1], dict):
             question = question[-1].get("content")
         texts = answer_texts(answers, where, answer_key)
-        return Fields(_row_id(row), question, texts, row.get("data_source"))
+        return Fields(id=_row_id(row), question=question, answers=texts, data_source=row.get("data_source"))
 
     return read
 
@@ -354,7 +371,13 @@ def _browsecomp_reader(question_key: str) -> RowReader:
             answer = _decrypt(answer, canary)
         answers = answer_texts(answer, where, "answer")
         documents = [document["docid"] for document in row.get("gold_docs") or []]
-        return Fields(row.get("query_id"), question, answers, row.get("data_source"), documents)
+        return Fields(
+            id=row.get("query_id"),
+            question=question,
+            answers=answers,
+            data_source=row.get("data_source"),
+            supporting=documents,
+        )
 
     return read
 
@@ -366,8 +389,10 @@ def _decrypt(text: Any, canary: Any) -> Any:
     """
     try:
         encrypted = base64.b64decode(text, validate=True)
-        key = itertools.cycle(hashlib.sha256(str(canary).encode()).digest())
-        return bytes(byte ^ mask for byte, mask in zip(encrypted, key, strict=False)).decode()
+        digest = hashlib.sha256(str(canary).encode()).digest()
+        key = itertools.cycle(digest)
+        decrypted = bytes(byte ^ mask for byte, mask in zip(encrypted, key, strict=False))
+        return decrypted.decode()
     except (TypeError, ValueError):
         return text
 

@@ -90,7 +90,8 @@ class QuestionIterator:
         """
         if not scores:
             return
-        mean = math.fsum(max(0.0, score) for score in scores) / len(scores)
+        clipped_scores = [max(0.0, score) for score in scores]
+        mean = math.fsum(clipped_scores) / len(scores)
         is_too_hard = mean < self._rest_below
         is_too_easy = self._rest_above < 1 and mean > self._rest_above
         if is_too_hard or is_too_easy:

@@ -201,8 +201,10 @@ def _has_empty_answer(question: Question) -> bool:
 
 
 def is_joined(question: Question) -> bool:
-    """Whether the only golden answer looks like several answers in a text."""
-    return len(question.golden_answers) == 1 and bool(_JOINED.search(question.golden_answers[0]))
+    """Return whether the only golden answer looks like several answers in one text."""
+    if len(question.golden_answers) != 1:
+        return False
+    return _JOINED.search(question.golden_answers[0]) is not None
 
 
 def _parse_prompt(value: Any, question: str, where: str) -> tuple[Message, ...]:
@@ -244,7 +246,8 @@ def question_row(question: Question) -> dict[str, Any]:
     if question.prompt:
         messages = []
         for message in question.prompt:
-            messages.append({"role": message.role, "content": question.text.join(message.parts)})
+            content = question.text.join(message.parts)
+            messages.append({"role": message.role, "content": content})
         row["prompt"] = messages
     return row
 
@@ -268,7 +271,8 @@ def select_evenly(questions: Sequence[Question], limit: int, seed: int) -> list[
     num_drawn: Counter[str] = Counter()
     # Of each question, in random order: its number within its data source, the data source, its index.
     draws: list[tuple[int, str, int]] = []
-    for index in np.random.default_rng(seed).permutation(len(questions)).tolist():
+    order = np.random.default_rng(seed).permutation(len(questions))
+    for index in order.tolist():
         source = questions[index].data_source
         draws.append((num_drawn[source], source, index))
         num_drawn[source] += 1

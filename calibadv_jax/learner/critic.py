@@ -85,7 +85,7 @@ class ValueLoss:
 
     0.5 * max((v - R)², (clip(v, v_old - c, v_old + c) - R)²), with R the return (in `Batch.advantages`), v
     the value, v_old the value before the step (in `Batch.old_logprobs`) and c the clip range. Source:
-    verl/trainer/ppo/core_algos.py.
+    verl.trainer.ppo.core_algos.
 
     Attributes:
         clip: c; 0: no clip.

@@ -233,7 +233,7 @@ def gspo(tokens: Tokens, config: LossConfig) -> Terms:
 def gmpo(tokens: Tokens, config: LossConfig) -> Terms:
     """Return GMPO's terms: -mean A * exp(mean of clipped d) over the sequence, arXiv 2507.20673.
 
-    The same as `geo_mean` in verl/trainer/ppo/core_algos.py.
+    The same as `geo_mean` in verl.trainer.ppo.core_algos.
 
     Args:
         tokens: packed rows.
@@ -259,7 +259,7 @@ def scaled_vanilla(tokens: Tokens, config: LossConfig) -> Terms:
 
     - `clip_cov`, arXiv 2505.22617: f = 0 for a few tokens of large covariance of advantage and
       log-probability, else 1 (`clip_cov_factor`).
-    - `balance`, from the CalibAdv authors' verl/trainer/ppo/core_algos.py as it runs: f = 1 - `balance_ratio`
+    - `balance`, from the CalibAdv authors' verl.trainer.ppo.core_algos as it runs: f = 1 - `balance_ratio`
       where A > 0, else 0 (`balance_factor`).
     - `balance_detached`, the same as it was meant: f scales the terms of A < 0 so that their sum is
       `balance_ratio` times that of A > 0 (`balance_detached_factor`).
@@ -365,7 +365,7 @@ def _inside_trust_region(tokens: Tokens, is_beyond: Array, config: LossConfig) -
 def dro(tokens: Tokens, config: LossConfig) -> Terms:
     """Return DRO's terms: -A lp + `dro_beta` / 2 * d².
 
-    Source: `compute_policy_loss_dro` of verl/trainer/ppo/core_algos.py.
+    Source: `compute_policy_loss_dro` of verl.trainer.ppo.core_algos.
 
     Args:
         tokens: packed rows.
@@ -383,7 +383,7 @@ def lld(tokens: Tokens, config: LossConfig) -> Terms:
     """Return PPO's terms plus a penalty on tokens with A > 0 that have become less likely.
 
     max(-A r, -A clip(r)) + `lld_coef` * f * max(0, -d), where f makes the penalty a mean over the tokens with
-    A > 0 (`positive_mean_factor`). Source: `lld` in verl/trainer/ppo/core_algos.py of the CalibAdv authors,
+    A > 0 (`positive_mean_factor`). Source: `lld` in verl.trainer.ppo.core_algos of the CalibAdv authors,
     after lazy likelihood displacement, arXiv 2512.04220.
 
     At d = 0, and within LOG_RATIO_ROUNDING of it, the penalty has its full gradient, as in the authors' code:

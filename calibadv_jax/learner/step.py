@@ -120,6 +120,7 @@ def learn(
     for chosen in mini_batches(samples, config, rng):
         members = [samples[index] for index in chosen]
         weights = token_weights(members, loss.config.aggregation, loss.config.length_norm)
+        # Samples without gradient keep their share of a mean, but are left out of every pass.
         computed: list[Sample] = []
         computed_weights: list[np.ndarray] = []
         for index, sample, sample_weights in zip(chosen, members, weights, strict=True):

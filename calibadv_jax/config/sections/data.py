@@ -17,7 +17,7 @@ class ColumnsConfig:
     """Where the question and the answers are, in files of an unknown layout."""
 
     question: str = ""
-    """Key of the question in files of a layout that docs/data.md does not list; dotted if it lies inside an
+    """Key of the question in files of a layout that docs/data.md does not list; dotted if it is inside an
     object, as in extra_info.question. Empty: question, where answer is set."""
     answer: str = ""
     """Key of the golden answer or answers. Empty: answer, where question is set."""

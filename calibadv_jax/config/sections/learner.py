@@ -14,8 +14,8 @@ from calibadv_jax.core.user_functions import is_address
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
 
 _CLIP = ("clip_low", "clip_high")
-# Keys that each built-in loss reads, of those that not every loss reads. A loss of the user's own may read
-# all keys. The formulas are in `learner.losses.LOSSES`.
+# Built-in loss -> the keys that it reads and some other losses do not. A loss of the user's own may read all
+# keys. The formulas are in `learner.losses.LOSSES`.
 LOSS_KEYS: dict[str, tuple[str, ...]] = {
     "vanilla": (*_CLIP, "dual_clip"),
     "cispo": (*_CLIP, "drop_above"),

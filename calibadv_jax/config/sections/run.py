@@ -95,7 +95,7 @@ class EvaluateConfig(Section):
     )
     """How questions are answered. agent: with searches, as trained. Baselines: direct: no search;
     chain_of_thought: a thought, no search; rag: passages for the question in the prompt. Controls of the
-    agent: empty_retriever: searches return nothing; random_documents: those of another question."""
+    agent: empty_retriever: searches return nothing; random_documents: the documents of another question."""
     template: str = ""
     """Prompt of direct, chain_of_thought and rag, with {question}; empty: built in."""
     temperatures: list[NonNegativeFloat] = Field(default_factory=lambda: [0.0], min_length=1)
