@@ -97,7 +97,7 @@ def make_group(tokenizer: Tokenizer, number: int, rng: np.random.Generator) -> G
         failed = "retriever: no answer for 600 s" if rng.random() < 0.01 else None
         prompt = np.array(tokenizer.encode(f"Question: {question.text}\n").ids, np.int32)
         trajectories.append(Trajectory(question, prompt, turns, index, 1.0, failed))
-    return Group.of(question, trajectories)
+    return Group.from_attempts(question, trajectories)
 
 
 def write_run(

@@ -16,14 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from calibadv_jax.config import Config, counterpart, dump_config, load_config
+from calibadv_jax.config import Config, dump_config, hint_for_key, load_config
 from calibadv_jax.core.cpu import CPU_DEVICES, tune_for_cpu, use_large_pages
 from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.stopping import exit_process
 
 # Largest width of a policy whose matrix products use no more than one core.
-SMALL = 512
+SMALL_WIDTH = 512
 # Exit status after Ctrl-C: 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
 # Commands in calibadv_jax.commands; the others are in calibadv_jax.contrib.cli.
@@ -148,7 +148,7 @@ def _run_tool(command: str, argv: Sequence[str]) -> NoReturn:
     tool.add_arguments(parser)
     # Options may stand between the other arguments.
     arguments = parser.parse_intermixed_args(argv)
-    end(lambda: tool.run(arguments))
+    run_and_exit(lambda: tool.run(arguments))
 
 
 def _overview() -> str:
@@ -196,7 +196,7 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
             tune_for_cpu(_divides_by(CPU_DEVICES, config))
             run(config, **arguments.options)
 
-    end(run_with_config)
+    run_and_exit(run_with_config)
 
 
 def parse(
@@ -243,7 +243,7 @@ def parse(
 def _refuse_option(parser: argparse.ArgumentParser, option: str) -> NoReturn:
     message = f"unknown option {option!r}; config keys are written key.path=value, without dashes"
     key = option.partition("=")[0].strip("-").replace("-", "_")
-    hint = counterpart(key)
+    hint = hint_for_key(key)
     if hint:
         message += f"; {hint}"
     parser.error(message)
@@ -258,11 +258,11 @@ def _divides_by(devices: int, config: Config) -> bool:
     has_even_shards = config.learner.microbatch_rows % shards == 0 and config.sft.rows % shards == 0
     # A width of another type is reported when the policy is made.
     width = config.policy.init.get("hidden_size")
-    is_small = isinstance(width, int) and width <= SMALL
+    is_small = isinstance(width, int) and width <= SMALL_WIDTH
     return is_one_process and has_even_shards and is_small and uses_all_devices
 
 
-def end(work: Callable[[], object]) -> NoReturn:
+def run_and_exit(work: Callable[[], object]) -> NoReturn:
     """Do the work and end the process; see `exit_process`.
 
     The exit status is 0 after success; 2 after a `UserError`, and 75 after an `EnvironmentFailure` or a full

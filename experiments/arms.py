@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from calibadv_jax.config.sections.credit import ESTIMATORS
-from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
+from calibadv_jax.config.sections.learner import LOSS_KEYS, SEQUENCE_LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a method changes. Every key that any of them sets is set by all, so that a config of either advantage
@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, str]] = {
     **{
         f"loss-{name}": {
             "loss.name": name,
-            **({"loss.aggregation": "sequence_mean"} if name in BY_SEQUENCE else {}),
+            **({"loss.aggregation": "sequence_mean"} if name in SEQUENCE_LOSSES else {}),
             **_WIDTHS.get(name, {}),
         }
         for name in LOSS_KEYS

@@ -273,4 +273,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    cli.end(lambda: sys.exit(main()))
+    cli.run_and_exit(lambda: sys.exit(main()))

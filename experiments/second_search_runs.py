@@ -160,4 +160,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    cli.end(main)
+    cli.run_and_exit(main)

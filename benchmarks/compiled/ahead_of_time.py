@@ -39,7 +39,12 @@ from calibadv_jax.config import (
     SamplerConfig,
 )
 from calibadv_jax.contrib.planning import compiled
-from calibadv_jax.contrib.planning.compiled import SAMPLED, TRAINED, compiled_figures, topology_mesh
+from calibadv_jax.contrib.planning.compiled import (
+    LEARNER_PROGRAMS,
+    SAMPLER_PROGRAMS,
+    compiled_figures,
+    topology_mesh,
+)
 from calibadv_jax.contrib.planning.hardware import GPUS, Target, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -49,7 +54,7 @@ KERNELS: dict[str, Kernel] = {
     "tpu": "splash",
     "cuda": "triton",
 }  # "auto" would ask for this machine's backend
-PROGRAMS = (*TRAINED, *SAMPLED)
+PROGRAMS = (*LEARNER_PROGRAMS, *SAMPLER_PROGRAMS)
 
 
 def target_of(arguments: argparse.Namespace) -> Target:

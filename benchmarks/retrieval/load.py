@@ -42,7 +42,7 @@ from pydantic import BaseModel
 
 from retriever.corpus.passages import load_corpus, split_contents
 from retriever.encoders.dense import DenseEncoder
-from retriever.indexes.index import Dense, Index, open_index
+from retriever.indexes.index import DenseRanker, Index, open_index
 from retriever.indexes.resources import available_cores
 
 SLICES = 10  # of the soak
@@ -99,9 +99,9 @@ def serve_plain(arguments: argparse.Namespace) -> None:
     uvicorn.run(app, port=arguments.port, log_level="warning", access_log=False)
 
 
-def ranker(index: Index) -> Dense:
+def ranker(index: Index) -> DenseRanker:
     """Return encoder and vectors of an index that has them."""
-    if not isinstance(index._ranker, Dense):
+    if not isinstance(index._ranker, DenseRanker):
         raise SystemExit("--index_path: this benchmark is for encoders, not for BM25")
     return index._ranker
 

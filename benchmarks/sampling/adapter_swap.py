@@ -74,10 +74,14 @@ def rounding(policy: Policy, params: Params, tokens: np.ndarray) -> None:
     settings = {
         "applied, computed in bfloat16": applied(policy, params, tokens, half),
         "merged in bfloat16, computed in bfloat16": applied(
-            policy, policy.merged(params, half), tokens, half
+            policy, policy.fold_adapters(params, half), tokens, half
         ),
-        "merged in bfloat16, computed in float32": applied(policy, policy.merged(params, half), tokens, full),
-        "merged in float32, computed in float32": applied(policy, policy.merged(params, full), tokens, full),
+        "merged in bfloat16, computed in float32": applied(
+            policy, policy.fold_adapters(params, half), tokens, full
+        ),
+        "merged in float32, computed in float32": applied(
+            policy, policy.fold_adapters(params, full), tokens, full
+        ),
         "without the adapters, in float32": applied(policy, policy.split(params)[0], tokens, full),
     }
     for name, values in settings.items():
@@ -127,8 +131,8 @@ def main() -> None:
             new = moved(policy, number)
             for kind in KINDS:
                 begun = time.monotonic()
-                shared = base.shared() if kind == "adapters" else None
-                params = new if shared else policy.merged(merge_params(frozen, new), dtype)
+                shared = base.snapshot_metadata() if kind == "adapters" else None
+                params = new if shared else policy.fold_adapters(merge_params(frozen, new), dtype)
                 version = len(snapshots)
                 about: dict[str, Any] = {
                     "hf_config": hf_config,

@@ -30,7 +30,7 @@ from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import policy_learner
 from calibadv_jax.learner.objective import policy_loss
 from calibadv_jax.learner.optimizer import make_schedule
-from calibadv_jax.learner.step import learn, mini_batches, packed
+from calibadv_jax.learner.step import learn, mini_batches, pack_rows
 from calibadv_jax.rollout_store.reader import find_step, read_step
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run.model import build_model
@@ -58,7 +58,7 @@ def main() -> None:
         counts = np.zeros(5)
         for computed in updates(config, samples):
             of_arms = [
-                packed(KeptPolicy(), computed, replace(config.learner, share_prefixes=shares))
+                pack_rows(KeptPolicy(), computed, replace(config.learner, share_prefixes=shares))
                 for shares in ARMS.values()
             ]
             tokens, columns = of_arms[0].tokens, of_arms[1].computed

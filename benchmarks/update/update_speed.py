@@ -94,12 +94,12 @@ def drawn(config: Config, model: Model, rng: np.random.Generator, idle: float) -
 @contextlib.contextmanager
 def layers(looped: bool) -> Iterator[None]:
     """Compile within the block with a loop over the layers, as it is where they are many."""
-    limit = transformer.UNROLLED_LAYERS
-    transformer.UNROLLED_LAYERS = 0 if looped else limit
+    limit = transformer.MAX_UNROLLED_LAYERS
+    transformer.MAX_UNROLLED_LAYERS = 0 if looped else limit
     try:
         yield
     finally:
-        transformer.UNROLLED_LAYERS = limit
+        transformer.MAX_UNROLLED_LAYERS = limit
 
 
 def shape(name: str) -> tuple[int, int]:

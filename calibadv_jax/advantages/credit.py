@@ -135,10 +135,10 @@ def last_sampled_turn(trajectory: Trajectory) -> int | None:
     Returns:
         The index, or None if no token of the trajectory was sampled.
     """
-    return last_filled([turn.token_ids for turn in trajectory.turns])
+    return last_non_empty([turn.token_ids for turn in trajectory.turns])
 
 
-def last_filled(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
+def last_non_empty(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | None:
     """Return the index of the last entry that is not empty.
 
     Args:

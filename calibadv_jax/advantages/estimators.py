@@ -31,7 +31,7 @@ from calibadv_jax.advantages.step_metrics import advantage_metrics
 from calibadv_jax.advantages.turn_rewards import gigpo, mt_grpo, querygroup, stepsearch
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
-from calibadv_jax.core.user_functions import failure, import_user_function, load_optional
+from calibadv_jax.core.user_functions import describe_failure, import_user_function, load_optional
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
@@ -59,17 +59,19 @@ class Estimator:
     # What follows "advantage = " in a description. {config} is the section `advantage`; {scaled} is
     # `centred`, divided by a standard deviation if the config says so.
     template: str
-    by_turn: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
+    turn_description: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
     # What trajectories must hold: "critic": `values`; "current" or "initial": `golden_logprobs` under the
     # policy of that name; empty: nothing more.
     needs: str = ""
-    judges: bool = False  # whether searches get a correctness by silver documents
+    judges_searches: bool = False  # whether searches get a correctness by silver documents
     centred: str = "score - mean"
 
     @property
-    def carried(self) -> str:
+    def token_description(self) -> str:
         """Which advantage a token of a trajectory gets, in words."""
-        return self.by_turn or "every sampled token of a trajectory carries the trajectory's advantage"
+        return (
+            self.turn_description or "every sampled token of a trajectory carries the trajectory's advantage"
+        )
 
     def formula(self, config: AdvantageConfig) -> str:
         """Return the right side of "advantage = " with the settings of the section `advantage`."""
@@ -106,25 +108,29 @@ ESTIMATORS = {
     "querygroup": Estimator(
         querygroup,
         "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
-        by_turn=("searches are compared with each other, the other turns carry their trajectory's advantage"),
-        judges=True,
+        turn_description=(
+            "searches are compared with each other, the other turns carry their trajectory's advantage"
+        ),
+        judges_searches=True,
     ),
     "gigpo": Estimator(
         gigpo,
         _TURN_REWARD
         + "the score × discount^(turns to the end), compared where the last observation is the same",
-        by_turn="turns before which the environment showed the same are compared with each other too",
+        turn_description=(
+            "turns before which the environment showed the same are compared with each other too"
+        ),
     ),
     "mt_grpo": Estimator(
         mt_grpo,
         _TURN_REWARD + "whether it shows a golden answer, compared among turns of one number",
-        by_turn="turns that show a golden answer get more",
+        turn_description="turns that show a golden answer get more",
     ),
     "stepsearch": Estimator(
         stepsearch,
         _TURN_REWARD
         + "new less repeated target documents, of later turns too, compared among turns of one number",
-        by_turn=(
+        turn_description=(
             "searches that show new target documents (the question's passages, or else silver ones) get more"
         ),
     ),
@@ -132,7 +138,7 @@ ESTIMATORS = {
         _optional("igpo"),
         "{scaled}, summed over the turns from it on; the last gain is the score, another's the rise of the"
         " golden answer's probability; mean and std are over all turns of the group",
-        by_turn="turns are paid by how much they raise the golden answer's probability",
+        turn_description="turns are paid by how much they raise the golden answer's probability",
         needs="current",
         centred="gain - mean",
     ),
@@ -141,7 +147,7 @@ ESTIMATORS = {
         _TURN_REWARD
         + "how much it raises the golden answer's probability, compared among turns of one number, summed"
         " over the turns from it on / root of their number",
-        by_turn="turns that raise the golden answer's probability get more",
+        turn_description="turns that raise the golden answer's probability get more",
         needs="current",
     ),
     "tips": Estimator(
@@ -149,14 +155,18 @@ ESTIMATORS = {
         _TURN_REWARD
         + "how much it and later turns raise the golden answer's log-probability under the initial policy,"
         " compared among turns of one number",
-        by_turn="turns that raise the initial policy's log-probability of the golden answer get more",
+        turn_description=(
+            "turns that raise the initial policy's log-probability of the golden answer get more"
+        ),
         needs="initial",
     ),
     "gae": Estimator(
         gae,
         "GAE: the score less the critic's value before the token, with gamma {config.discount:g} and lambda"
         f" {{config.gae_lambda:g}}, {_WHITENED}",
-        by_turn="PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean",
+        turn_description=(
+            "PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean"
+        ),
         needs="critic",
     ),
 }
@@ -175,7 +185,7 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
     docstring = (function.__doc__ or "the result of that function").strip()
     summary = docstring.partition("\n")[0]
     template = summary.replace("{", "{{").replace("}", "}}")  # `formula` formats it
-    return Estimator(function, template, by_turn="a function of your own")
+    return Estimator(function, template, turn_description="a function of your own")
 
 
 # --- The advantage stage ---
@@ -239,7 +249,7 @@ def _credit_groups(groups: Sequence[Group], config: AdvantageConfig) -> list[Gro
     """Estimate the credit of groups that are not empty, and calibrate it if the config says so."""
     estimator = find_estimator(config)
     credits = _estimate(estimator, groups, config)
-    if config.is_calibrated or estimator.judges:
+    if config.is_calibrated or estimator.judges_searches:
         credits = [judge(credit, config) for credit in credits]
     if config.is_calibrated:
         credits = calibrate(credits, config)
@@ -252,7 +262,9 @@ def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageCo
     try:
         estimate = estimator.function(groups, config)
     except Exception as error:  # a function of the user's own may raise anything
-        raise UserError(f"advantages: {config.estimator} failed: {failure(error)}; correct it") from error
+        raise UserError(
+            f"advantages: {config.estimator} failed: {describe_failure(error)}; correct it"
+        ) from error
     try:
         return _estimated_credit(groups, estimate)
     except (TypeError, ValueError) as error:
@@ -287,7 +299,7 @@ def describe(config: AdvantageConfig) -> list[str]:
         summary = f"{config.base} calibrated by turn"
         calibration = describe_calibration(config)
     else:
-        summary = estimator.carried
+        summary = estimator.token_description
         calibration = ["no CalibAdv calibration: advantage.name is not calibadv"]
     lines = [f"advantage {config.name}: {summary}", f"advantage = {estimator.formula(config)}", *calibration]
     for policy in config.probed:

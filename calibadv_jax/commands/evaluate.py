@@ -24,9 +24,9 @@ from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
-from calibadv_jax.distributed.joining import alone
+from calibadv_jax.distributed.joining import require_single_process
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
-from calibadv_jax.evaluation.records import RowFile, RowKey, ScoredRow, identity, make_row
+from calibadv_jax.evaluation.records import RowFile, RowKey, ScoredRow, evaluation_identity, make_row
 from calibadv_jax.evaluation.report import (
     Means,
     ScoreReport,
@@ -34,7 +34,7 @@ from calibadv_jax.evaluation.report import (
     markdown_table,
     summarise,
     table_rows,
-    unanswered,
+    unanswered_warnings,
 )
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
@@ -45,7 +45,7 @@ from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, j
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
 from calibadv_jax.snapshots.checkpoint import saved_steps
-from calibadv_jax.snapshots.mirror import bring_newest
+from calibadv_jax.snapshots.mirror import fetch_newest
 
 PASSAGE_QUERIES = 64  # Queries of a request in one-shot RAG.
 
@@ -58,15 +58,15 @@ def run(config: Config) -> None:
     Raises:
         UserError: As `evaluate_policy`, or there is no policy.
     """
-    alone(config.distributed, "evaluate")
+    require_single_process(config.distributed, "evaluate")
     console = Console(config.log.progress)
     if not config.evaluate.policy:
-        bring_newest(config, console)
+        fetch_newest(config, console)
     source = choose_policy(config)
     console.say(f"policy: {source}")
     report = evaluate_policy(config, source, console)
     transcripts = Path(config.evaluate.output).with_suffix(".jsonl")
-    for line in unanswered(report.means):
+    for line in unanswered_warnings(report.means):
         console.warn(f"{line}; the transcripts are in {transcripts}")
     headers, cells = table_rows(report)
     console.say(table(cells, headers))
@@ -170,7 +170,7 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     policy = describe_policy(source)
     retriever = describe_retriever(method_config(config).retriever, console.warn)
     hashes = {"tools": tools_hash(config), "judge": judge_hash(config)}
-    evaluation = identity(config, policy, retriever, questions, hashes)
+    evaluation = evaluation_identity(config, policy, retriever, questions, hashes)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
     requests = _requests(evaluate.temperatures, questions)
     missing = [request for key, request in requests.items() if key not in file.rows]
@@ -232,7 +232,7 @@ def _answer_missing(
             rollouts = stack.enter_context(context)
             rollouts.load(0, rollouts.publish(0, source.params(model.policy, model.mesh)))
         num_done = 0
-        rollouts_progress = rollouts.progress(of_collect=True)
+        rollouts_progress = rollouts.progress(of_evaluation=True)
 
         def progress() -> tuple[int, int, str]:
             _, _, detail = rollouts_progress()

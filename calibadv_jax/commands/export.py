@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.config.kept import newest_start, refuse_other_run
-from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.distributed.joining import alone
+from calibadv_jax.distributed.joining import require_single_process
 from calibadv_jax.evaluation.report import ScoreReport, markdown_table
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -32,11 +32,11 @@ from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import PolicySource, find_policy
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
-from calibadv_jax.snapshots.mirror import bring_newest
+from calibadv_jax.snapshots.mirror import fetch_newest
 from calibadv_jax.snapshots.peft import save_adapters
 
 GENERATION = "generation_config.json"
-PLACES = marked(Mark.PLACE)  # Keys whose values are paths: the card names the last part at most.
+PLACES = keys_with_mark(Mark.PLACE)  # Keys whose values are paths: the card names the last part at most.
 TAGS = ["calibadv", "search-agent", "reinforcement-learning"]
 SAMPLING_KEYS = ("temperature", "top_p", "top_k")
 CARD_TEXT = """\
@@ -82,11 +82,11 @@ def run(config: Config, adapter: bool = False) -> None:
     Raises:
         UserError: As `export`.
     """
-    alone(config.distributed, "export")
+    require_single_process(config.distributed, "export")
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be in use
     console = Console(config.log.progress)
     if not config.export.source:
-        bring_newest(config, console)
+        fetch_newest(config, console)
     console.say(f"written to {export(config, adapter)}")
 
 
@@ -127,7 +127,7 @@ def export(config: Config, adapter: bool = False) -> Path:
         targets = placed_params(policy.abstract_trained, mesh)
         params, _ = restore_params(source.path, targets, source.step)
     else:
-        params = policy.merged(source.params(policy, mesh), dtype)
+        params = policy.fold_adapters(source.params(policy, mesh), dtype)
     trained = training_config(config, source)
     card = model_card(config, source, trained, adapter)
     with locked_output(output, f"export.{key}", Console(config.log.progress).warn):
@@ -252,7 +252,7 @@ def _changed_settings(config: Config, trained: Mapping[str, Any]) -> dict[str, A
     used = dataclasses.replace(config, policy=policy)
     settings = {}
     for name, _, value in differences(dataclasses.asdict(Config()), trained):
-        if is_binding(name, used) and not among(PLACES, name):
+        if is_binding(name, used) and not is_among(PLACES, name):
             settings[name] = value
     return settings
 

@@ -27,10 +27,10 @@ from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import Grammar, behind_opening, neutralise_observation, parse_turn
+from calibadv_jax.core.tags import Grammar, neutralise_observation, parse_turn, text_after_opening
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off
-from calibadv_jax.distributed.joining import alone
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
+from calibadv_jax.distributed.joining import require_single_process
 from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
 from calibadv_jax.learner.objective import negative_log_likelihood
@@ -48,7 +48,7 @@ from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.folder import COLD_START
-from calibadv_jax.run.model import Model, base_of, build_model, initial_params
+from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
     Raises:
         UserError: Bad input, files that another process writes, or the training diverged.
     """
-    alone(config.distributed, "sft")
+    require_single_process(config.distributed, "sft")
     if not config.sft.phases:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
     console = Console(config.log.progress)
@@ -111,7 +111,7 @@ def _run(config: Config, console: Console) -> None:
     total = sum(updates)
     schedule = make_schedule(sft.optimizer, total)
     learner = _make_learner(config, model, schedule)
-    identity = cold_start_identity(config, model, training, base_of(config, model, sft.init_from))
+    identity = cold_start_identity(config, model, training, adapter_base(config, model, sft.init_from))
 
     def initial() -> Params:
         return initial_params(config, model, sft.init_from)
@@ -127,7 +127,7 @@ def _run(config: Config, console: Console) -> None:
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype = config.policy.param_dtype
-        params = model.policy.merged(learner.whole(cold_start.state["params"]), dtype)
+        params = model.policy.fold_adapters(learner.with_base(cold_start.state["params"]), dtype)
         save_folder(params, model.hf_config, Path(sft.output), dtype, model.tokenizer_folder)
         cold_start.finish()
 
@@ -278,7 +278,7 @@ def _own_demonstrations(
     demonstrations = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
     demonstrations = _drop_long_prompts(config, demonstrations, tokenizer, actions, warn)
     demonstrations = _drop_long_demonstrations(config, demonstrations, tokenizer, warn)
-    training, held_out = split_off(demonstrations, sft.held_out, config.run.seed)
+    training, held_out = split_held_out(demonstrations, sft.held_out, config.run.seed)
     samples = [
         encode_demonstration(demonstration, config, tokenizer, "sampled") for demonstration in held_out
     ]
@@ -433,14 +433,14 @@ def encode_demonstration(
     segments = [prompt]
     is_trained = [False]
     for number, turn in enumerate(demonstration.turns, 1):
-        text = behind_opening(opening if number == 1 else observations.opening, turn.text)
+        text = text_after_opening(opening if number == 1 else observations.opening, turn.text)
         segments.append(np.asarray(encode(tokenizer, text), np.int32))
         is_trained.append(turn.trained)
         action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)
         if goes_on or turn.documents or turn.observation:
             body = _observation_body(turn, action, tokenizer, grammar)
-            observation, *_ = observations.of(action or SearchAction()).information(body)
+            observation, *_ = observations.for_action(action or SearchAction()).information(body)
             segments.append(observation)
             is_trained.append(False)
     tokens = np.concatenate(segments).astype(np.int32)

@@ -24,10 +24,10 @@ from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.distributed.joining import init_distributed
-from calibadv_jax.distributed.process_group import Hosts
+from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
-from calibadv_jax.metrics.shown_steps import ShownSteps
+from calibadv_jax.metrics.shown_steps import StepReporter
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
@@ -37,7 +37,7 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.fingerprints import check_same
+from calibadv_jax.run.fingerprints import check_processes_agree
 from calibadv_jax.run.folder import check_service, enter_run_folder
 from calibadv_jax.run.model import Model, build_model
 from calibadv_jax.run.state import RunState
@@ -63,21 +63,21 @@ def run(config: Config, kept: Config | None = None) -> None:
     Raises:
         UserError: Bad input, or a guard has stopped the run.
     """
-    with init_distributed(config) as hosts:
-        console = Console(config.log.progress, silent=not hosts.is_first)
+    with init_distributed(config) as process_group:
+        console = Console(config.log.progress, silent=not process_group.is_main)
         lock: AbstractContextManager[object] = nullcontext()
-        if hosts.is_first:
+        if process_group.is_main:
             lock = locked_run(Path(config.run.dir), console.warn)
         with lock:
-            _run(config, kept or config, console, hosts)
+            _run(config, kept or config, console, process_group)
 
 
-def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
+def _run(config: Config, kept: Config, console: Console, process_group: ProcessGroup) -> None:
     folder = Path(config.run.dir)
-    hosts.share("run.dir", folder)
-    mirror = _open_mirror(config, console, hosts)
-    with _fetched_inputs(config, hosts, mirror):
-        model, questions, num_overlong = _prepare(config, kept, console, hosts, mirror)
+    process_group.assert_shared_folder("run.dir", folder)
+    mirror = _open_mirror(config, console, process_group)
+    with _fetched_inputs(config, process_group, mirror):
+        model, questions, num_overlong = _prepare(config, kept, console, process_group, mirror)
     with _stop_on_signal(config) as stop, ExitStack() as stack:
         if mirror:
             stack.enter_context(mirror)  # a store that cannot be written is refused before services start
@@ -86,17 +86,17 @@ def _run(config: Config, kept: Config, console: Console, hosts: Hosts) -> None:
             # Returns before services are started: that takes minutes, and a running one may be gone by now.
             console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
             return
-        rollouts = stack.enter_context(_opened_rollouts(config, model, console, hosts))
+        rollouts = stack.enter_context(_opened_rollouts(config, model, console, process_group))
         with console.phase("loading the parameters", announce=True):
-            state = RunState(config, model, questions, rollouts, folder, console, hosts, mirror)
+            state = RunState(config, model, questions, rollouts, folder, console, process_group, mirror)
         # All processes end the block of `state`, and so save the last step together, after a signal too.
-        with hosts.steps(stop), state:
+        with process_group.stop_at_barriers(stop), state:
             train(state, stop, num_overlong)
 
 
-def _open_mirror(config: Config, console: Console, hosts: Hosts) -> Mirror | None:
+def _open_mirror(config: Config, console: Console, process_group: ProcessGroup) -> Mirror | None:
     """Return the run's mirror in process 0, if run.mirror is set."""
-    if not config.run.mirror or not hosts.is_first:
+    if not config.run.mirror or not process_group.is_main:
         return None
     from calibadv_jax.snapshots.mirror import open_mirror
 
@@ -104,14 +104,14 @@ def _open_mirror(config: Config, console: Console, hosts: Hosts) -> Mirror | Non
 
 
 @contextmanager
-def _fetched_inputs(config: Config, hosts: Hosts, mirror: Mirror | None) -> Iterator[None]:
+def _fetched_inputs(config: Config, process_group: ProcessGroup, mirror: Mirror | None) -> Iterator[None]:
     """Fetch policy, tokenizer and adapters from the mirror, in process 0, for the time of the block."""
     policy = config.policy
     inputs: AbstractContextManager[Any] = nullcontext()
     if mirror:
         inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from)
     with ExitStack() as stack:
-        hosts.run_on_main_and_broadcast("run.mirror", lambda: stack.enter_context(inputs))
+        process_group.run_on_main_and_broadcast("run.mirror", lambda: stack.enter_context(inputs))
         yield
 
 
@@ -126,24 +126,28 @@ def _stop_on_signal(config: Config) -> Stop:
 
 
 @contextmanager
-def _opened_rollouts(config: Config, model: Model, console: Console, hosts: Hosts) -> Iterator[Rollouts]:
+def _opened_rollouts(
+    config: Config, model: Model, console: Console, process_group: ProcessGroup
+) -> Iterator[Rollouts]:
     """Wait for the services, and yield the agent loop that uses them."""
     folder = Path(config.run.dir)
 
     def check(description: Mapping[str, Any]) -> None:
-        if hosts.is_first:
+        if process_group.is_main:
             check_service(config, folder, description)
 
     workers = " and vLLM workers (vllm_worker_*.log)" if config.sampler.name == "vllm" else ""
     with ExitStack() as stack:
         with console.phase(f"waiting for the retriever{workers}", announce=True):
-            context = open_rollouts(config, model, folder / "policy", folder / "snapshots", check, hosts)
+            context = open_rollouts(
+                config, model, folder / "policy", folder / "snapshots", check, process_group
+            )
             rollouts = stack.enter_context(context)
         yield rollouts
 
 
 def _prepare(
-    config: Config, kept: Config, console: Console, hosts: Hosts, mirror: Mirror | None
+    config: Config, kept: Config, console: Console, process_group: ProcessGroup, mirror: Mirror | None
 ) -> tuple[Model, list[Question], int]:
     """Check all inputs and enter the run's folder.
 
@@ -160,12 +164,12 @@ def _prepare(
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         fitting, num_overlong = _fitting_questions(config, model, questions, console)
-    check_same(config, model, fitting, hosts)
+    check_processes_agree(config, model, fitting, process_group)
 
     def enter_folder() -> bool:
         return bool(enter_run_folder(kept, model, fitting, console.say, mirror))
 
-    hosts.run_on_main_and_broadcast("run folder", enter_folder)
+    process_group.run_on_main_and_broadcast("run folder", enter_folder)
     return model, fitting, num_overlong
 
 
@@ -202,7 +206,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
     console = state.console
     first = state.step + 1
     total = state.config.learner.steps
-    shown = ShownSteps(console, total, state.config.log.transcripts)
+    shown = StepReporter(console, total, state.config.log.transcripts)
     with open_writers(state) as (record, writer):
         with console.phase("publishing the policy"):
             state.publish()  # before the first step, so that a broken path fails at the start
@@ -215,7 +219,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
                 # A signal waits until the trained step is also recorded and judged.
                 with stop.held():
                     result = step.train(groups, advantages)
-                    with state.hosts.barrier("record"):
+                    with state.process_group.barrier("record"):
                         step.keep_trajectories(record, groups, advantages, result)
                         verdict = step.check_guards()
                 if not state.guards.is_broken:  # a policy that is not finite cannot be sampled from
@@ -230,7 +234,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
 @contextmanager
 def _profiled(state: RunState) -> Iterator[None]:
     """Trace the block with JAX's profiler, in process 0, if the next step is log.profile_step."""
-    is_traced = state.step + 1 == state.config.log.profile_step and state.hosts.is_first
+    is_traced = state.step + 1 == state.config.log.profile_step and state.process_group.is_main
     if not is_traced:
         yield
         return
@@ -256,7 +260,7 @@ class Step:
     def __init__(self, state: RunState, writer: MetricsWriter, stop: Stop, first: int):
         self.state = state
         self.config = state.config
-        self.hosts = state.hosts
+        self.process_group = state.process_group
         self.row: dict[str, float] = {}
         self._writer = writer
         self._stop = stop
@@ -285,7 +289,10 @@ class Step:
         """Return the oldest complete groups of the stream."""
         stream = self.state.stream
         progress = self.state.rollouts.progress()
-        with self._live("rollouts", "trajectories", progress, "rollout"), self.hosts.local_work("rollout"):
+        with (
+            self._live("rollouts", "trajectories", progress, "rollout"),
+            self.process_group.local_work("rollout"),
+        ):
             groups = stream.take(self._steps_before)
         attempts = [attempt for group in [*groups, *stream.replaced] for attempt in group.attempts]
         num_searches = sum(attempt.num_searches for attempt in attempts)
@@ -367,8 +374,8 @@ class Step:
         def scores() -> dict[str, float]:
             return report_metrics(validate(self.config, rollouts))
 
-        with self._live("evaluation", "trajectories", rollouts.progress(of_collect=True), "evaluate"):
-            self.row.update(self.hosts.run_on_main_and_broadcast("evaluation", scores))
+        with self._live("evaluation", "trajectories", rollouts.progress(of_evaluation=True), "evaluate"):
+            self.row.update(self.process_group.run_on_main_and_broadcast("evaluation", scores))
 
 
 def save_or_roll_back(
@@ -380,7 +387,7 @@ def save_or_roll_back(
         UserError: A guard stops the run, or there is no checkpoint to return to, or none can be written.
     """
     if verdict.action == "stop":
-        with state.hosts.barrier("guards"):
+        with state.process_group.barrier("guards"):
             raise UserError(state.why_stopped())
     with stop.held():
         if verdict.action == "go_on":
@@ -402,7 +409,7 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
     folder = state.folder
     first = state.step + 1
     with ExitStack() as stack:
-        if not state.hosts.is_first:
+        if not state.process_group.is_main:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="calibadv-")))
             log = dataclasses.replace(config.log, backends=[], rollouts="none")
             config = dataclasses.replace(config, log=log)

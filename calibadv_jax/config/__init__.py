@@ -1,6 +1,6 @@
 """Every YAML key, typed and documented: a dataclass a section, checked by pydantic."""
 
-from calibadv_jax.config.keys import counterpart, known_keys
+from calibadv_jax.config.keys import hint_for_key, known_keys
 from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig

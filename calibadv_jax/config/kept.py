@@ -21,7 +21,7 @@ FOLDER = "configs"
 
 
 @dataclass(frozen=True)
-class Start:
+class KeptStart:
     """A start of a run.
 
     Attributes:
@@ -41,7 +41,7 @@ def start_files(run: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.stem))
 
 
-def newest_start(run: Path) -> Start | None:
+def newest_start(run: Path) -> KeptStart | None:
     """Return the newest start of a run, with its paths inside the run's present folder.
 
     Args:
@@ -62,7 +62,7 @@ def newest_start(run: Path) -> Start | None:
     identity = {}
     if hashes_path.is_file():
         identity = read_json(hashes_path, "remove it, and its hashes count as lost")
-    return Start(path, rebase_paths(values, run), identity)
+    return KeptStart(path, rebase_paths(values, run), identity)
 
 
 def run_hash(run: Path) -> str:
@@ -131,7 +131,7 @@ def _holds_only_sections(values: Mapping[str, Any]) -> bool:
     return all(isinstance(section, dict | list) for section in values.values())
 
 
-def run_of(path: Path) -> Path | None:
+def run_that_kept(path: Path) -> Path | None:
     """Return the folder of the run that kept a config, by the config's path; None for other files."""
     has_kept_name = path.parent.name == FOLDER and path.stem.isdigit()
     if has_kept_name and path.with_suffix(".json").is_file():
@@ -209,7 +209,7 @@ def refuse_other_run(path: Path, key: str, run: Path) -> None:
 def _is_run(folder: Path) -> bool:
     if (folder / "sft.yaml").is_file():
         return True
-    return any(run_of(path) is not None for path in folder.glob("configs/*.yaml"))
+    return any(run_that_kept(path) is not None for path in folder.glob("configs/*.yaml"))
 
 
 def _move_paths(values: Mapping[str, Any], folder: str, moves: Callable[[str, str], bool]) -> dict[str, Any]:

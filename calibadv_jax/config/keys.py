@@ -109,12 +109,12 @@ def known_keys() -> dict[str, Any]:
     return {name: field.annotation for name, field in _walk(Config)}
 
 
-def marked(mark: Mark) -> tuple[str, ...]:
+def keys_with_mark(mark: Mark) -> tuple[str, ...]:
     """Return the dotted names of the keys and sections whose field has this mark."""
     return tuple(name for name, field in _walk(Config) if mark in field.metadata)
 
 
-def among(keys: Iterable[str], name: str) -> bool:
+def is_among(keys: Iterable[str], name: str) -> bool:
     """Return whether a key, or a section that holds it, is among `keys`.
 
     Args:
@@ -206,7 +206,7 @@ def _last_part(dotted: str) -> str:
     return dotted.rpartition(".")[2]
 
 
-def counterpart(dotted: str) -> str:
+def hint_for_key(dotted: str) -> str:
     """Return a sentence with the keys that an unknown name may stand for.
 
     Args:

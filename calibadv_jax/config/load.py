@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from calibadv_jax.config.kept import follow_run, map_texts, rebase_paths, run_of
-from calibadv_jax.config.keys import drop_removed, marked, refuse_unknown, rename_old_keys, type_of
+from calibadv_jax.config.kept import follow_run, map_texts, rebase_paths, run_that_kept
+from calibadv_jax.config.keys import drop_removed, keys_with_mark, refuse_unknown, rename_old_keys, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.config.shipped import find_config
@@ -171,14 +171,14 @@ def _follow_run_dir(loaded: DictConfig, run_dir: str, with_inputs: bool) -> Dict
     own_run_dir = (values.get("run") or {}).get("dir")
     if not isinstance(own_run_dir, str) or Path(own_run_dir).resolve() == Path(run_dir).resolve():
         return loaded
-    return OmegaConf.create(follow_run(values, run_dir, marked(Mark.OUTPUT), with_inputs))
+    return OmegaConf.create(follow_run(values, run_dir, keys_with_mark(Mark.OUTPUT), with_inputs))
 
 
 def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[Source]) -> None:
     """Refuse the mirror of the run that kept a file, from which another run.dir would fetch that run."""
     name = _last_setter("run.mirror", sources)
     mirror = run["mirror"]
-    if not mirror or name not in moved or run_of(Path(name)) is None:
+    if not mirror or name not in moved or run_that_kept(Path(name)) is None:
         return
     if mirror == moved[name].run.mirror:
         raise UserError(
@@ -220,7 +220,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
         base = loaded.pop(BASE, "") if isinstance(loaded, DictConfig) else ""
         if not isinstance(base, str):
             raise UserError(f"{path}: {BASE} is {base!r}, but must be the name of one config file")
-        run = run_of(path)
+        run = run_that_kept(path)
         checked = _checked(loaded, str(path), is_kept=run is not None)
         if run is not None:
             values: Any = OmegaConf.to_container(checked)

@@ -160,7 +160,7 @@ class JudgeClient:
         except Unreachable as error:
             raise RequestFailed(
                 JUDGE,
-                f"judge {self.url}: {http_client.no_answer(patience)} ({error}); start it, or correct"
+                f"judge {self.url}: {http_client.describe_patience(patience)} ({error}); start it, or correct"
                 " reward.judge.url",
             ) from error
 
@@ -178,7 +178,7 @@ class JudgeClient:
         }
         address = f"{self.url}/chat/completions"
         reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
-        if reply.is_away:
+        if reply.is_unavailable:
             raise Unreachable(reply.excerpt, reply.retry_after)
         if reply.status in ADVICE:
             raise UserError(f"judge {self.url}: {reply.excerpt}; {ADVICE[reply.status]}")

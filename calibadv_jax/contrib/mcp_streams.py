@@ -14,9 +14,9 @@ from typing import Any
 
 import anyio
 
-from calibadv_jax.core.tags import printable, well_formed_json
+from calibadv_jax.core.tags import to_printable_line, well_formed_json
 from calibadv_jax.services import http_client
-from calibadv_jax.services.child_process import set_aside
+from calibadv_jax.services.child_process import rotate_log
 from calibadv_jax.services.http_client import BadReply
 
 LONGEST_EXCERPT = 200  # Characters of a server's text in a message.
@@ -44,7 +44,7 @@ class ServerLog:
         self.stream.close()
         self._thread.join(1.0)  # with a limit: programs that the server started may hold the pipe open
         last = self._tail.decode(errors="replace").strip().rpartition("\n")[2]
-        return printable(last[:LONGEST_EXCERPT])
+        return to_printable_line(last[:LONGEST_EXCERPT])
 
     def _copy(self, reading: int) -> None:
         with open(reading, "rb", buffering=0) as source:
@@ -52,7 +52,7 @@ class ServerLog:
                 self._tail = (self._tail + text)[-_TAIL_LENGTH:]
                 with suppress(OSError):  # a full disk must not stop the server
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-                    set_aside(self._path)
+                    rotate_log(self._path)
                     with self._path.open("ab") as log:
                         log.write(text)
 

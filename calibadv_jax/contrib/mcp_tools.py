@@ -22,9 +22,9 @@ from calibadv_jax.config import McpConfig
 from calibadv_jax.contrib.mcp_streams import LONGEST_EXCERPT, ServerLog, bound_reply, messages_only
 from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import printable, well_formed, well_formed_json
+from calibadv_jax.core.tags import to_printable_line, well_formed, well_formed_json
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.core.user_functions import failure
+from calibadv_jax.core.user_functions import describe_failure
 from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import LONGEST_REPLY, BadReply, PerLoop, Unreachable, retry
 
@@ -57,10 +57,10 @@ def mcp_actions(config: McpConfig, max_length: int, log: Path = Path(os.devnull)
         UserError: if the package is not installed, the server cannot be reached, or it lacks a tool.
     """
     server = McpServer(config, log)
-    tools = {tool.name: tool for tool in http_client.run_to_its_end(server.tools)}
+    tools = {tool.name: tool for tool in http_client.run_coroutine(server.tools)}
     for name in config.tools:
         if name not in tools:
-            names = printable(", ".join(tools)) or "none"
+            names = to_printable_line(", ".join(tools)) or "none"
             raise UserError(f"tools: {server.where} has no tool {name!r}; it has {names}")
     chosen = [tools[name] for name in config.tools or tools]
     server.agreed = {tool.name: tool.input_schema for tool in chosen}
@@ -256,7 +256,9 @@ class _Connection:
         is_unread = error.message.startswith(UNREADABLE_EVENT)
         is_lost = error.code == CONNECTION_CLOSED or error.message == SESSION_ENDED
         if is_unread or not is_lost:
-            raise BadReply(f"error {error.code}: {printable(error.message[:LONGEST_EXCERPT])}") from error
+            raise BadReply(
+                f"error {error.code}: {to_printable_line(error.message[:LONGEST_EXCERPT])}"
+            ) from error
         self.is_ready = False
         raise Unreachable("the connection has ended") from error
 
@@ -308,7 +310,7 @@ def _reason(error: BaseException) -> str:
     """Return an error as one line; of a group of errors, the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return printable(failure(error))
+    return to_printable_line(describe_failure(error))
 
 
 def _package() -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from calibadv_jax.advantages.credit import sampled_turns
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import OPEN_THINK, behind_opening, neutralise
+from calibadv_jax.core.tags import OPEN_THINK, neutralise, text_after_opening
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner
@@ -25,7 +25,7 @@ from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.observation import encode
 
 PROBE_TOKENS = 64  # Largest number of tokens that follow a turn; a longer golden answer is cut.
-BEGINNING = f"{OPEN_THINK}</think>\n<answer>"  # The text before the golden answer.
+ANSWER_BEGINNING = f"{OPEN_THINK}</think>\n<answer>"  # The text before the golden answer.
 
 
 def with_golden_logprobs(
@@ -135,7 +135,7 @@ def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
 def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the beginning of an answer in a turn, and the first golden answer that has tokens; int32."""
     question = trajectory.question
-    beginning = encode(tokenizer, behind_opening(trajectory.opening_of(number), BEGINNING))
+    beginning = encode(tokenizer, text_after_opening(trajectory.opening_of(number), ANSWER_BEGINNING))
     max_answer_length = max(1, PROBE_TOKENS - len(beginning))
     for golden in question.golden_answers:
         answer = encode(tokenizer, f" {neutralise(golden)}")[:max_answer_length]

@@ -12,9 +12,9 @@ INPUT_STATUS = 2
 # Exit status EX_TEMPFAIL of sysexits.h: the same command may succeed later.
 ENVIRONMENT_STATUS = 75
 # Errors of the operating system that may pass without a change of the input.
-PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
 # Errors of a disk that cannot be written.
-UNWRITABLE = (*PASSING, errno.EROFS, errno.EACCES, errno.EPERM)
+STORAGE_ERRNOS = (*TRANSIENT_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM)
 # Start of every refusal by our engine inside a vLLM worker.
 REFUSAL = "refused by calibadv_jax: "
 # JAX's messages after a process of the run has ended; the exception may be a ValueError.
@@ -27,7 +27,7 @@ _QUOTED_PATH = re.compile(r"""["'](/[^"']+)["']""")
 class UserError(Exception):
     """The input is bad. The message is one line that names the file, key or value, and how to fix it.
 
-    `cli.end` prints it without a traceback.
+    `cli.run_and_exit` prints it without a traceback.
     """
 
 
@@ -42,7 +42,7 @@ def exit_status(error: BaseException) -> int:
         ENVIRONMENT_STATUS if the error or a cause of it may pass, such as a full disk; else INPUT_STATUS.
     """
     is_environment_failure = any(isinstance(cause, EnvironmentFailure) for cause in _causes(error))
-    if is_environment_failure or storage_errno(error) in PASSING:
+    if is_environment_failure or storage_errno(error) in TRANSIENT_ERRNOS:
         return ENVIRONMENT_STATUS
     return INPUT_STATUS
 
@@ -55,9 +55,9 @@ def storage_errno(error: BaseException) -> int | None:
     """
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno is not None:
-            return cause.errno if cause.errno in UNWRITABLE else None
+            return cause.errno if cause.errno in STORAGE_ERRNOS else None
         message = str(cause)
-        for number in UNWRITABLE:
+        for number in STORAGE_ERRNOS:
             if os.strerror(number) in message:
                 return number
     return None

@@ -32,7 +32,7 @@ from calibadv_jax.core.files import write_json
 
 DATASETS = "hf://datasets/"
 # File of a run's folder that holds the commits which the run uses.
-PINS = "hub.json"
+PINS_FILE = "hub.json"
 DATA_SUFFIXES = (
     ".parquet",
     ".jsonl",
@@ -102,7 +102,7 @@ def read_pins(folder: Path) -> list[Pin]:
     Raises:
         UserError: The file of the commits is damaged.
     """
-    path = folder / PINS
+    path = folder / PINS_FILE
     if not path.is_file():
         return []
     try:
@@ -128,7 +128,7 @@ def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
     for pin in (*read_pins(folder), *pins):
         merged[pin.repository, pin.revision] = pin
     if merged:
-        write_json(folder / PINS, [asdict(pin) for pin in merged.values()])
+        write_json(folder / PINS_FILE, [asdict(pin) for pin in merged.values()])
 
 
 def is_repository(name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from calibadv_jax.core.tags import numbered
+from calibadv_jax.core.tags import format_documents
 from calibadv_jax.core.trajectory import Document, StopReason, Trajectory
 
 
@@ -195,7 +195,7 @@ class Action(ABC):
         Returns:
             By default the reply's text, and then its numbered documents, best first.
         """
-        parts = (reply.text, numbered(reply.documents))
+        parts = (reply.text, format_documents(reply.documents))
         return "\n".join(part for part in parts if part)
 
     async def close(self) -> None:

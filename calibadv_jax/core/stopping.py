@@ -17,11 +17,11 @@ from types import FrameType
 from typing import NoReturn, ParamSpec, TypeVar
 
 # Exit status of a process that stops because another process of the run does: that of SIGTERM.
-CALLED = 143
+REMOTE_STOP_STATUS = 143
 # Name of the threads for which `exit_process` waits no longer than GRACE.
 DAEMON_THREAD = "calibadv-daemon"
 # Seconds for which `exit_process` waits for the daemon threads.
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 # Returns the cursor to the start of the line and clears it, which removes a progress bar.
 _CLEAR_LINE = "\r\x1b[2K"
 
@@ -42,7 +42,7 @@ class Stop:
 
     Attributes:
         status: Exit status once the process has to stop; None before.
-        was_called: Whether another process of the run asked for the stop, and not a signal.
+        was_requested: Whether another process of the run asked for the stop, and not a signal.
     """
 
     def __init__(self, finishes: str = "", saves: str = "", then: str = "") -> None:
@@ -52,7 +52,7 @@ class Stop:
         # Warns that a second signal loses work.
         self._loss = ", without saving" if finishes else ""
         self.status: int | None = None
-        self.was_called = False
+        self.was_requested = False
         # Number of open blocks of `held` work.
         self._held = 0
         # Signal -> handler before this block.
@@ -81,7 +81,7 @@ class Stop:
             self._watcher.join(1.0)
         for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        was_stopped_by_signal = self.status is not None and not self.was_called
+        was_stopped_by_signal = self.status is not None and not self.was_requested
         if was_stopped_by_signal and kind is SystemExit:
             _print_line(f"stopped; {self._then}" if self._then else "stopped")
 
@@ -132,7 +132,7 @@ class Stop:
         finally:
             self._held = held
 
-    def call(self) -> None:
+    def request_stop(self) -> None:
         """Stop as after a first signal, because another process of the run stops.
 
         It does nothing if this process stops already.
@@ -141,11 +141,11 @@ class Stop:
             SystemExit: There is no `held` work.
         """
         if self.status is None:
-            self.was_called = True
-            self._stop(CALLED)
+            self.was_requested = True
+            self._stop(REMOTE_STOP_STATUS)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.was_called = False
+        self.was_requested = False
         self._stop(128 + number)
 
     def _stop(self, status: int) -> None:
@@ -212,7 +212,7 @@ def exit_process(status: str | int | None) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
         # Another Ctrl-C ends the process without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + GRACE_SECONDS
     daemon_threads = [thread for thread in threading.enumerate() if thread.name == DAEMON_THREAD]
     for thread in daemon_threads:
         thread.join(max(0.0, deadline - time.monotonic()))

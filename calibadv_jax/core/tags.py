@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, StopReason, TurnKind
+from calibadv_jax.core.trajectory import DEFAULT_ACTIONS, Document, StopReason, TurnKind
 
 # Names that no action may have.
 RESERVED = ("think", "information", "answer", "invalid", "unfinished")
@@ -29,7 +29,7 @@ class Grammar:
         may_be_empty: Names of the actions whose body may be empty.
     """
 
-    actions: tuple[str, ...] = SEARCH_ALONE
+    actions: tuple[str, ...] = DEFAULT_ACTIONS
     may_be_empty: frozenset[str] = frozenset()
 
     @cached_property
@@ -128,7 +128,7 @@ class ParsedTurn:
     answer: str = ""
 
 
-def numbered(documents: Sequence[Document]) -> str:
+def format_documents(documents: Sequence[Document]) -> str:
     """Return the list of documents of an observation, numbered from 1.
 
     Args:
@@ -143,7 +143,7 @@ def numbered(documents: Sequence[Document]) -> str:
     return "\n".join(entries).strip()
 
 
-def refusal(name: str, reason: str) -> str:
+def refusal_text(name: str, reason: str) -> str:
     """Return the observation of an action that refuses its body.
 
     Args:
@@ -161,7 +161,7 @@ def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Gram
     if text == QUERY_REFUSED:
         return text
     for name in grammar.actions:
-        beginning = refusal(name, "")
+        beginning = refusal_text(name, "")
         if text.startswith(beginning):
             return beginning + neutralise(text.removeprefix(beginning), extra, grammar)
     return neutralise(text, extra, grammar)
@@ -172,7 +172,7 @@ def leaves_thought_open(opening: str) -> bool:
     return opening.rfind(OPEN_THINK) > opening.rfind(CLOSE_THINK)
 
 
-def whole_turn(opening: str, text: str) -> str:
+def text_with_opening(opening: str, text: str) -> str:
     """Return the text of a turn together with its opening.
 
     If the opening holds a closed thought and the policy begins a new thought, the opening is left out.
@@ -186,12 +186,12 @@ def whole_turn(opening: str, text: str) -> str:
     return opening + text
 
 
-def behind_opening(opening: str, text: str) -> str:
+def text_after_opening(opening: str, text: str) -> str:
     """Return the policy's part of the text of a turn, without the tag <think> if the opening holds it."""
     return text.removeprefix(OPEN_THINK) if leaves_thought_open(opening) else text
 
 
-def with_open_tag(text: str) -> str:
+def with_opening_tag(text: str) -> str:
     """Return a turn's text with the tag <think> that the opening held, if only the closing tag is there."""
     thought, closing_tag, _ = text.partition(CLOSE_THINK)
     lacks_opening_tag = closing_tag and OPEN_THINK not in thought
@@ -207,7 +207,7 @@ def parse_turn(text: str, stop_reason: StopReason, grammar: Grammar = SEARCH_GRA
     grammar allows it; an empty answer is an answer.
 
     Args:
-        text: A turn with its opening (see `whole_turn`), without the end-of-text token.
+        text: A turn with its opening (see `text_with_opening`), without the end-of-text token.
         stop_reason: Why sampling ended. A turn without an action is "unfinished" after "length" and "abort",
             otherwise "invalid".
         grammar: Tags of the actions.
@@ -256,7 +256,7 @@ def turn_flaw(text: str, kind: TurnKind, grammar: Grammar = SEARCH_GRAMMAR) -> s
     """Return why a turn is not exactly a thought and then the element of its kind; "" if it is.
 
     Args:
-        text: A turn with its opening; see `whole_turn`.
+        text: A turn with its opening; see `text_with_opening`.
         kind: Kind of the turn, from `parse_turn`. Kinds "invalid" and "unfinished" always have a flaw.
         grammar: Tags of the actions.
     """
@@ -336,7 +336,7 @@ def _replace_forgeries(text: str, extra: Collection[str], grammar: Grammar) -> s
     text = _DOC_HEADER.sub(r"\1 [\2]:", text)
     text = _INVALID_NOTICE.sub("my earlier action was invalid", text)
     text = _REFUSAL.sub(r"\1 accept a query", text)
-    if grammar.actions != SEARCH_ALONE:
+    if grammar.actions != DEFAULT_ACTIONS:
         text = _ACTION_REFUSAL.sub(r"\1 accept this", text)
     tokens = [token for token in extra if token in text and token.strip()]
     # The longest token comes first, since a token may be part of another.
@@ -364,7 +364,7 @@ def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
     return rb"\ufffd" if escape[1] else escape[0]
 
 
-def printable(text: str) -> str:
+def to_printable_line(text: str) -> str:
     """Return a text as one line without control characters."""
     line = " ".join(text.split())
     letters = [letter for letter in line if unicodedata.category(letter) not in _CONTROL_CATEGORIES]

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 # Names of the actions that are on by default.
-SEARCH_ALONE = ("search",)
+DEFAULT_ACTIONS = ("search",)
 # Kinds of turns without an action.
 NO_ACTIONS = ("answer", "invalid", "unfinished")
 # One of NO_ACTIONS, or the name of an action.
@@ -147,7 +147,7 @@ class Trajectory:
     answer_score: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     opening: str = ""
-    actions: tuple[str, ...] = SEARCH_ALONE
+    actions: tuple[str, ...] = DEFAULT_ACTIONS
     first_opening: str | None = None
     max_score: float = 1.0
 
@@ -230,7 +230,7 @@ class Group:
     failed: list[Trajectory] = field(default_factory=list)
 
     @staticmethod
-    def of(question: Question, attempts: Iterable[Trajectory]) -> Group:
+    def from_attempts(question: Question, attempts: Iterable[Trajectory]) -> Group:
         """Return the group of all attempts at a question; an attempt with an `error` has failed."""
         finished: list[Trajectory] = []
         failed: list[Trajectory] = []

@@ -28,7 +28,7 @@ _FOREIGN_CODE = (
 )
 
 
-def failure(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Return an error of the user's code as one line: ``TypeError: bad operand (my_reward.py:12)``.
 
     The place is the innermost line of the user's own code. It is left out if there is none.
@@ -82,7 +82,7 @@ def import_user_function(
             # The module itself or one of its packages is missing, and not a module that it imports.
             advice = "PYTHONPATH must name the folder that holds it"
         raise UserError(
-            f"{key} is {address}, but importing {module_name} failed: {failure(error)}; {advice}"
+            f"{key} is {address}, but importing {module_name} failed: {describe_failure(error)}; {advice}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

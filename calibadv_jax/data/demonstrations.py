@@ -93,7 +93,7 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
     return demonstrations
 
 
-def split_off(
+def split_held_out(
     demonstrations: Sequence[Demonstration], share: float, seed: int
 ) -> tuple[list[Demonstration], list[Demonstration]]:
     """Split demonstrations by question into those to train on and those to hold out.

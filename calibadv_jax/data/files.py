@@ -36,9 +36,9 @@ Sources = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 PARQUET = b"PAR1"
 GZIP = b"\x1f\x8b"
 # Number of first bytes that decide the format.
-HEAD = 4096
+HEAD_BYTES = 4096
 # Rows of a parquet file that are in memory at once.
-BATCH = 1024
+BATCH_ROWS = 1024
 # Columns of published parquet files that no layout reads, with up to a megabyte a row. Their values are
 # replaced by None; their names still tell the layout.
 UNREAD = (
@@ -180,7 +180,7 @@ def _open(path: Path, is_gzip: bool) -> BinaryIO:
 
 def _text_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     """Yield the rows of JSON or of a table; an empty file has none."""
-    head = file.read(HEAD)
+    head = file.read(HEAD_BYTES)
     file.seek(0)
     first_byte = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first_byte == b"[":
@@ -231,7 +231,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             read_names = [name for name in names if name not in UNREAD]
             empty_row = dict.fromkeys(names)
             number = 0
-            for batch in file.iter_batches(BATCH, columns=read_names):
+            for batch in file.iter_batches(BATCH_ROWS, columns=read_names):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", empty_row | row

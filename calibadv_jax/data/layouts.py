@@ -121,7 +121,7 @@ def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> 
     )
 
 
-def without_nan(value: Any) -> Any:
+def undo_pandas_number(value: Any) -> Any:
     """Undo what pandas makes of numbers: NaN and infinity become None, a whole float an integer."""
     if not isinstance(value, float):
         return value
@@ -157,7 +157,7 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
                 'write ["first", "second"]'
             )
         values.append(item)
-    cleaned = [without_nan(item) for item in values]
+    cleaned = [undo_pandas_number(item) for item in values]
     present = [item for item in cleaned if item is not None and item != ""]
     for item in present:
         if not isinstance(item, bool | str | int | float):
@@ -240,11 +240,11 @@ def _read_verl(row: DataRow, where: str) -> Fields:
     if target is None:
         target = row.get("golden_answers")
     answers = answer_texts(target, where, f"{reward_key}.ground_truth.target")
-    question = row.get("question") or without_nan(extra.get("question"))
+    question = row.get("question") or undo_pandas_number(extra.get("question"))
     if question is None:
         question = question_of(row.get("prompt"), where)
     row_id = row.get("id")
-    index = without_nan(extra.get("index"))
+    index = undo_pandas_number(extra.get("index"))
     if row_id is None and index is not None:
         split = extra.get("split")
         row_id = str(index) if split is None else f"{split}_{index}"
@@ -437,12 +437,12 @@ def _question_and_answer_layouts() -> list[Layout]:
 
 
 _read_question_and_answer = _columns_reader("question", "answer")
-OURS = Layout("calibadv_jax, FlashRAG", ("question", "golden_answers"), _read_ours)
+OUR_LAYOUT = Layout("calibadv_jax, FlashRAG", ("question", "golden_answers"), _read_ours)
 # All known layouts. The first whose keys a row has is its layout.
 LAYOUTS = (
     Layout("verl", ("reward_model",), _read_verl),
     Layout("verl", ("reward_spec",), _read_verl),
-    OURS,
+    OUR_LAYOUT,
     Layout("RLinf", ("prompt", "solutions"), _prompt_reader("solutions", needs_marker=True)),
     Layout("TriviaQA", ("Question", "Answer", "QuestionId"), _read_trivia, "triviaqa"),
     Layout("TriviaQA", ("question", "answer", "question_source"), _read_trivia, "triviaqa"),

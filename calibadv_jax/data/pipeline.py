@@ -76,11 +76,11 @@ class QuestionIterator:
             self._resting.remove(question.id)
 
     @property
-    def resting(self) -> int:
+    def num_resting(self) -> int:
         """Number of questions that will be skipped once."""
         return len(self._resting)
 
-    def note(self, question_id: str, scores: Sequence[float]) -> None:
+    def record_scores(self, question_id: str, scores: Sequence[float]) -> None:
         """Record the scores of a question that was trained on, and skip it once if they are too low or high.
 
         Args:

@@ -19,7 +19,15 @@ from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.files import Sources, find_files, read_rows
-from calibadv_jax.data.layouts import NO_COLUMNS, OURS, Fields, Layout, NoAnswer, layout_of, without_nan
+from calibadv_jax.data.layouts import (
+    NO_COLUMNS,
+    OUR_LAYOUT,
+    Fields,
+    Layout,
+    NoAnswer,
+    layout_of,
+    undo_pandas_number,
+)
 
 ROLES = ("system", "user", "assistant")
 # Nearly all rows share a prompt, which is kept in memory once.
@@ -81,7 +89,7 @@ def read_questions(
     """
     layout: Layout | None = None
     for number, (where, row) in enumerate(read_rows(path)):
-        row = {key: without_nan(value) for key, value in row.items()}
+        row = {key: undo_pandas_number(value) for key, value in row.items()}
         if layout is None:
             layout = layout_of(row, where, columns)
         row_name = f"{path.name.partition('.')[0]}_{number}"
@@ -106,7 +114,7 @@ def _read_fields(layout: Layout, row: dict[str, Any], where: str, source: str, r
     `source` is the data_source of a row that names none, `row_name` the id of a row without one.
     """
     fields = layout.read(row, where)
-    if layout is OURS and fields.id is not None and fields.data_source:
+    if layout is OUR_LAYOUT and fields.id is not None and fields.data_source:
         return fields
     source = fields.data_source or layout.source or source
     question_id = row_name if fields.id is None else fields.id
@@ -141,8 +149,8 @@ def parse_question(row: dict[str, Any], where: str) -> Question:
         NoAnswer: The row has no golden answer.
         UserError: The row is malformed.
     """
-    row = {key: without_nan(value) for key, value in row.items()}
-    return _question(OURS.read(row, where), where)
+    row = {key: undo_pandas_number(value) for key, value in row.items()}
+    return _question(OUR_LAYOUT.read(row, where), where)
 
 
 def _question(fields: Fields, where: str) -> Question:
@@ -186,7 +194,7 @@ def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
             f"nothing, such as {empty[0].golden_answers} of {empty[0].id!r}; "
             "calibadv prepare-data leaves these answers out"
         )
-    joined = [question for question in questions if is_joined(question)]
+    joined = [question for question in questions if looks_joined(question)]
     if joined:
         warnings.append(
             f"{key}: {len(joined)} of {len(questions)} questions have a golden answer with a separator in "
@@ -200,7 +208,7 @@ def _has_empty_answer(question: Question) -> bool:
     return not all(normalise_answer(answer) for answer in question.golden_answers)
 
 
-def is_joined(question: Question) -> bool:
+def looks_joined(question: Question) -> bool:
     """Return whether the only golden answer looks like several answers in one text."""
     if len(question.golden_answers) != 1:
         return False

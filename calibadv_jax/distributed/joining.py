@@ -25,7 +25,7 @@ from calibadv_jax.core.errors import (
     storage_errno,
 )
 from calibadv_jax.core.stopping import Stop, exit_process_now
-from calibadv_jax.distributed.process_group import Hosts, MultiProcessGroup
+from calibadv_jax.distributed.process_group import MultiProcessGroup, ProcessGroup
 from calibadv_jax.distributed.rendezvous import wait_for_processes
 from calibadv_jax.metrics.console import Console
 
@@ -53,11 +53,11 @@ class Rendezvous:
 
 
 @contextmanager
-def init_distributed(config: Config) -> Iterator[Hosts]:
+def init_distributed(config: Config) -> Iterator[ProcessGroup]:
     """Join the processes of a run for the time of the block, by the section `distributed`.
 
     Yields:
-        The process group: for a run with one process, `Hosts` itself.
+        The process group: for a run with one process, `ProcessGroup` itself.
 
     Raises:
         UserError: The section is incomplete, a process is missing, or the processes have different configs or
@@ -65,25 +65,25 @@ def init_distributed(config: Config) -> Iterator[Hosts]:
     """
     rendezvous = _read_rendezvous(config.distributed)
     timeout = config.distributed.timeout
-    hosts = None
+    process_group = None
     if rendezvous is not None:
-        hosts = _join(rendezvous, timeout, Console(config.log.progress).warn)
-    if hosts is None:
-        yield Hosts()
+        process_group = _join(rendezvous, timeout, Console(config.log.progress).warn)
+    if process_group is None:
+        yield ProcessGroup()
         return
     try:
-        _check_processes(config, hosts)
-        yield hosts
+        _check_processes(config, process_group)
+        yield process_group
     except BaseException as error:
-        if hosts.in_step:
-            _end_together(hosts)
+        if process_group.can_save_together:
+            _end_together(process_group)
         else:
-            _end_alone(hosts, error, timeout)
+            _end_alone(process_group, error, timeout)
         raise
-    _end_together(hosts)
+    _end_together(process_group)
 
 
-def alone(config: DistributedConfig, command: str) -> None:
+def require_single_process(config: DistributedConfig, command: str) -> None:
     """Check that only one process was started, for a command that runs in one process.
 
     Args:
@@ -112,7 +112,7 @@ def describe_processes(config: Config) -> list[str]:
         return []
     if rendezvous.num_processes is None or rendezvous.address == AUTO:
         return ["several processes ON: as many as JAX detects"]
-    own_workers(config.sampler, 0, rendezvous.num_processes)
+    workers_of_process(config.sampler, 0, rendezvous.num_processes)
     return [
         f"several processes ON: this is number {rendezvous.process_id} of {rendezvous.num_processes};"
         f" they meet at {rendezvous.address}"
@@ -203,31 +203,31 @@ def _join(rendezvous: Rendezvous, timeout: float, warn: Callable[[str], object])
     return MultiProcessGroup(state.client, state.process_id, state.num_processes, timeout)
 
 
-def _check_processes(config: Config, hosts: MultiProcessGroup) -> None:
+def _check_processes(config: Config, process_group: MultiProcessGroup) -> None:
     """Raise UserError unless the processes fit together: services, devices, config."""
-    num_machines = len(set(hosts.machines))
+    num_machines = len(set(process_group.machines))
     if num_machines > 1 and config.asks_retriever and not config.retriever.url:
         raise UserError(
             f"retriever.url is empty, and the processes are on {num_machines} machines: start the"
             " retrieval service yourself, and set retriever.url to an address that all of them reach"
         )
-    own_workers(config.sampler, 0, hosts.count)
-    with hosts.barrier("devices"):  # so that all processes end with the same status
-        devices = hosts.exchange("devices", jax.local_device_count())
+    workers_of_process(config.sampler, 0, process_group.process_count)
+    with process_group.barrier("devices"):  # so that all processes end with the same status
+        devices = process_group.all_gather("devices", jax.local_device_count())
         if len(set(devices)) > 1:
             raise UserError(f"the processes have {devices} devices: each must have the same number")
     for section, values in asdict(config).items():
         if section == "distributed":
             continue  # it holds the number of each process
-        hosts.assert_equal(f"section {section!r} in its config", partial(repr, values))
+        process_group.assert_equal(f"section {section!r} in its config", partial(repr, values))
 
 
-def _end_together(hosts: MultiProcessGroup) -> None:
-    hosts.final_barrier()
+def _end_together(process_group: MultiProcessGroup) -> None:
+    process_group.final_barrier()
     jax.distributed.shutdown()
 
 
-def _end_alone(hosts: MultiProcessGroup, error: BaseException, timeout: float) -> None:
+def _end_alone(process_group: MultiProcessGroup, error: BaseException, timeout: float) -> None:
     """Tell the other processes why this one ends, and let it end without waiting for them.
 
     They are elsewhere in the program, so they cannot reach the same barrier.
@@ -241,12 +241,12 @@ def _end_alone(hosts: MultiProcessGroup, error: BaseException, timeout: float) -
         status = error.code
     if isinstance(error, UserError) or storage_errno(error) is not None:
         status = exit_status(error)
-    hosts.watchdog.report_failure(" ".join(f"{type(error).__name__} {error}".split()))
+    process_group.watchdog.report_failure(" ".join(f"{type(error).__name__} {error}".split()))
     # This exit handler runs before JAX's own, which waits for the other processes.
     atexit.register(exit_process_now, status if isinstance(status, int) else 1)
 
 
-def own_workers(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
+def workers_of_process(config: SamplerConfig, index: int, count: int) -> tuple[SamplerConfig, int]:
     """Return the vLLM workers of a process.
 
     Args:

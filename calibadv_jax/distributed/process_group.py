@@ -34,7 +34,7 @@ from calibadv_jax.core.errors import (
     UserError,
     exit_status,
 )
-from calibadv_jax.core.stopping import CALLED, Stop
+from calibadv_jax.core.stopping import REMOTE_STOP_STATUS, Stop
 from calibadv_jax.distributed.all_gather import AllGather
 from calibadv_jax.distributed.save_barrier import SaveBarrier
 from calibadv_jax.distributed.serialization import from_bytes, to_bytes
@@ -47,26 +47,26 @@ T = TypeVar("T")
 LONGEST_INLINE_VALUE = 2**14
 
 
-class Hosts:
+class ProcessGroup:
     """The process group of a run with a single process, which has nothing to exchange and no one to wait for.
 
     Attributes:
-        index: Number of this process, from 0.
-        count: Number of processes.
-        in_step: After an error: whether all processes have stopped at the same place, and can still save a
-            checkpoint together.
+        process_index: Number of this process, from 0.
+        process_count: Number of processes.
+        can_save_together: After an error: whether all processes have stopped at the same place, and can
+            still save a checkpoint together.
     """
 
-    index: int = 0
-    count: int = 1
-    in_step: bool = True
+    process_index: int = 0
+    process_count: int = 1
+    can_save_together: bool = True
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is process 0, which writes the files of the run."""
-        return self.index == 0
+        return self.process_index == 0
 
-    def exchange(self, name: str, value: T) -> list[T]:
+    def all_gather(self, name: str, value: T) -> list[T]:
         """Return the values of all processes, in the order of their numbers. Every call is a barrier.
 
         Args:
@@ -82,19 +82,19 @@ class Hosts:
     def run_on_main_and_broadcast(self, name: str, work: Callable[[], T]) -> T:
         """Do `work` in process 0 only, and return its result in all processes.
 
-        Raises the error of `work`, and the errors of `exchange`.
+        Raises the error of `work`, and the errors of `all_gather`.
         """
         return work()
 
-    def out_of_step(self) -> None:
-        """Note that an operation of all processes has failed in this process: see `in_step`."""
+    def mark_desynchronized(self) -> None:
+        """Note that an operation of all processes has failed in this process: see `can_save_together`."""
 
     def save_barrier(self) -> SaveBarrier | None:
         """Return a new barrier for the threads that save checkpoints; None for a single process."""
         return None
 
     @contextmanager
-    def steps(self, stop: Stop) -> Iterator[None]:
+    def stop_at_barriers(self, stop: Stop) -> Iterator[None]:
         """Within the block, let a signal end the process in `local_work` or at a barrier only."""
         yield
 
@@ -107,7 +107,7 @@ class Hosts:
     def barrier(self, name: str) -> Iterator[None]:
         """Wait for all processes at the end of the block.
 
-        If the block failed in one process, it fails in all. Raises the errors of `exchange`.
+        If the block failed in one process, it fails in all. Raises the errors of `all_gather`.
         """
         yield
 
@@ -122,7 +122,7 @@ class Hosts:
             UserError: The value differs between the processes.
         """
 
-    def share(self, key: str, folder: Path) -> None:
+    def assert_shared_folder(self, key: str, folder: Path) -> None:
         """Check that all processes see the same folder.
 
         Args:
@@ -134,23 +134,23 @@ class Hosts:
         """
 
 
-ALONE = Hosts()
+SINGLE_PROCESS = ProcessGroup()
 
 
-class MultiProcessGroup(Hosts):
+class MultiProcessGroup(ProcessGroup):
     """The process group of a run with several processes, which JAX has brought together.
 
     Args:
         client: Client of JAX's coordination service.
-        index: Number of this process.
-        count: Number of processes.
+        process_index: Number of this process.
+        process_count: Number of processes.
         timeout: Seconds without a sign of life after which another process is lost.
     """
 
     def __init__(self, client: Any, index: int, count: int, timeout: float):
-        self.index = index
-        self.count = count
-        self.in_step = False
+        self.process_index = index
+        self.process_count = count
+        self.can_save_together = False
         self.machines = [""] * count  # host name of each process; empty before the first exchange
         self._client = client
         self._timeout = timeout
@@ -165,14 +165,14 @@ class MultiProcessGroup(Hosts):
             client, index, count, timeout, self.describe_process, self.on_other_process_stopping
         )
         self.watchdog.start()
-        self.machines = self.exchange("names", socket.gethostname())
+        self.machines = self.all_gather("names", socket.gethostname())
 
     def describe_process(self, index: int) -> str:
         """Return the name of a process in messages: ``process 1 (node17)``."""
         machine = self.machines[index]
         return f"process {index} ({machine})" if machine else f"process {index}"
 
-    def exchange(self, name: str, value: T) -> list[T]:
+    def all_gather(self, name: str, value: T) -> list[T]:
         data = to_bytes(value)
         inline_value = data if len(data) <= LONGEST_INLINE_VALUE else b""
         # From here on the other processes rely on this one, so a signal takes effect after the exchange.
@@ -188,18 +188,18 @@ class MultiProcessGroup(Hosts):
     def run_on_main_and_broadcast(self, name: str, work: Callable[[], T]) -> T:
         value: Any = None
         with self.local_work(name):
-            if self.is_first:
+            if self.is_main:
                 value = work()
-        return self.exchange(name, value)[0]
+        return self.all_gather(name, value)[0]
 
-    def out_of_step(self) -> None:
-        self.in_step = False
+    def mark_desynchronized(self) -> None:
+        self.can_save_together = False
 
     def save_barrier(self) -> SaveBarrier:
-        return SaveBarrier(self._client, self.index, self.count, self.describe_process)
+        return SaveBarrier(self._client, self.process_index, self.process_count, self.describe_process)
 
     @contextmanager
-    def steps(self, stop: Stop) -> Iterator[None]:
+    def stop_at_barriers(self, stop: Stop) -> Iterator[None]:
         self._stop = stop
         with stop.held():
             yield
@@ -224,15 +224,15 @@ class MultiProcessGroup(Hosts):
     def assert_equal(self, name: str, value: Callable[[], object]) -> None:
         with self.barrier(name):
             local_value = value()
-            for index, other_value in enumerate(self.exchange(name, local_value)):
+            for index, other_value in enumerate(self.all_gather(name, local_value)):
                 if other_value != local_value:
                     raise UserError(
                         f"{self.describe_process(index)} has another {name} than"
-                        f" {self.describe_process(self.index)}: start all processes with the same config and"
-                        " the same files"
+                        f" {self.describe_process(self.process_index)}: start all processes with the same"
+                        " config and the same files"
                     )
 
-    def share(self, key: str, folder: Path) -> None:
+    def assert_shared_folder(self, key: str, folder: Path) -> None:
         def choose_name() -> str:
             return f".seen_by_all_{secrets.token_hex(8)}"
 
@@ -244,12 +244,12 @@ class MultiProcessGroup(Hosts):
                 while not file.exists():
                     if time.monotonic() > deadline:
                         raise UserError(
-                            f"{key}={folder}: {self.describe_process(self.index)} does not see there what"
-                            f" {self.describe_process(0)} writes: all processes must share one folder"
+                            f"{key}={folder}: {self.describe_process(self.process_index)} does not see there"
+                            f" what {self.describe_process(0)} writes: all processes must share one folder"
                         )
                     time.sleep(0.1)
         finally:
-            if self.is_first:
+            if self.is_main:
                 file.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
@@ -265,12 +265,12 @@ class MultiProcessGroup(Hosts):
         ending already.
         """
         if self._common_error is None and sys.exc_info()[1] is None:
-            self._stop.call()
+            self._stop.request_stop()
 
     def _wait_at_barrier(
         self, name: str, value_length: int = 0, inline_value: bytes = b""
     ) -> list[_BarrierMessage]:
-        """Wait until all processes are at this barrier, and return their messages; raises as `exchange`."""
+        """Wait until all processes are at this barrier, and return their messages; raises as `all_gather`."""
         # A signal that comes after this message is sent takes effect at the next barrier: all processes must
         # decide on the same messages.
         own_message = _BarrierMessage(name, value_length, inline_value, stop_status=self._signal_status())
@@ -296,21 +296,22 @@ class MultiProcessGroup(Hosts):
         status = None
         if isinstance(error, SystemExit) and isinstance(error.code, int):
             status = error.code
-        was_called = self._stop.was_called and status is not None
+        was_requested = self._stop.was_requested and status is not None
         message = _BarrierMessage(
             name,
             error="" if status is not None else _describe_error(error),
             error_status=exit_status(error) if isinstance(error, UserError) else ENVIRONMENT_STATUS,
-            stop_status=None if was_called else status,
+            stop_status=None if was_requested else status,
         )
         try:
             messages = self._gather_messages(message, deadline=time.monotonic() + 2 * self._timeout)
         except (TimeoutError, jax.errors.JaxRuntimeError):
-            return  # The others are elsewhere, so `in_step` stays false and their watchdog ends them.
-        if was_called:
+            # The others are elsewhere, so `can_save_together` stays false and their watchdog ends them.
+            return
+        if was_requested:
             self._stop_together(messages)
         self._common_error = error
-        self.in_step = True
+        self.can_save_together = True
 
     def _stop_together(self, messages: list[_BarrierMessage]) -> NoReturn:
         """Raise the error with which all processes stop at a barrier, given their messages.
@@ -319,18 +320,18 @@ class MultiProcessGroup(Hosts):
         """
         statuses = [message.stop_status for message in messages]
         statuses.append(self._signal_status())
-        error: BaseException = SystemExit(next((status for status in statuses if status), CALLED))
+        error: BaseException = SystemExit(next((status for status in statuses if status), REMOTE_STOP_STATUS))
         for index, message in enumerate(messages):
             if message.error:
                 kind = UserError if message.error_status == INPUT_STATUS else EnvironmentFailure
                 error = kind(f"{self.describe_process(index)} has ended: {message.error}")
         self._common_error = error
-        self.in_step = True
+        self.can_save_together = True
         raise error
 
     def _signal_status(self) -> int | None:
         """Return the exit status that a signal to this process has set, if any."""
-        return None if self._stop.was_called else self._stop.status
+        return None if self._stop.was_requested else self._stop.status
 
     def _gather_messages(self, message: _BarrierMessage, deadline: float = math.inf) -> list[_BarrierMessage]:
         """Return the messages of all processes at a barrier.

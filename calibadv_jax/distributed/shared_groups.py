@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 
 from calibadv_jax.core.trajectory import Group, Question
-from calibadv_jax.distributed.process_group import Hosts
+from calibadv_jax.distributed.process_group import ProcessGroup
 
 EXCHANGE_SECONDS = 1.0  # longest wait between two exchanges of complete groups, if groups run ahead
 
@@ -18,14 +18,16 @@ class SharedGroups:
 
     Args:
         begin: Starts the rollout of (number, question) in this process.
-        hosts: The processes of the run.
+        process_group: The processes of the run.
         run_ahead: Whether groups of later steps are written meanwhile. If not, a step waits for all of its
             own groups, and exchanges them once.
     """
 
-    def __init__(self, begin: Callable[[int, Question], Future[Group]], hosts: Hosts, run_ahead: bool):
+    def __init__(
+        self, begin: Callable[[int, Question], Future[Group]], process_group: ProcessGroup, run_ahead: bool
+    ):
         self._begin = begin
-        self._hosts = hosts
+        self._process_group = process_group
         self._run_ahead = run_ahead
         self._rollouts: dict[int, Future[Group]] = {}  # groups that this process is writing, by number
         self._pending: dict[int, Future[Group]] = {}  # groups of all processes that are not complete yet
@@ -42,7 +44,7 @@ class SharedGroups:
         """
         shared: Future[Group] = Future()
         self._pending[number] = shared
-        if number % self._hosts.count == self._hosts.index:
+        if number % self._process_group.process_count == self._process_group.process_index:
             rollout = self._begin(number, question)
             self._rollouts[number] = rollout
 
@@ -68,7 +70,7 @@ class SharedGroups:
             }
             for number in completed_here:
                 del self._rollouts[number]
-            completed_by_process = self._hosts.exchange("groups", completed_here)
+            completed_by_process = self._process_group.all_gather("groups", completed_here)
             for groups in completed_by_process:
                 for number, group in groups.items():
                     self._pending.pop(number).set_result(group)

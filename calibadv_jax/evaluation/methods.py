@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from calibadv_jax.config import Config
-from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.errors import QueryRefused
 from calibadv_jax.core.interfaces import Retriever
 from calibadv_jax.core.seeds import random_state
@@ -67,7 +67,7 @@ def method_config(config: Config) -> Config:
     """Return the config with which the trajectories of `evaluate.method` are written."""
     method = METHODS[config.evaluate.method]
     if not method.asks_retriever:
-        config = replace(config, retriever=config.retriever.at(NO_RETRIEVER))
+        config = replace(config, retriever=config.retriever.at(NO_RETRIEVER_URL))
     if method.template is None:
         return config
     max_prompt_length = config.rollout.max_prompt_length

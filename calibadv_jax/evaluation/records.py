@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, RewardConfig
-from calibadv_jax.config.keys import marked
+from calibadv_jax.config.keys import keys_with_mark
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_write, content_hash, wrap_disk_errors
@@ -27,7 +27,7 @@ KEY_FIELDS = ("temperature", "data_source", "id")
 FIELDS = (*KEY_FIELDS, "evaluation", "content", "question", "golden_answers", "scores", "trajectories")
 
 
-def identity(
+def evaluation_identity(
     config: Config,
     policy: dict[str, Any],
     service: dict[str, Any],
@@ -73,7 +73,7 @@ def identity(
 
 def _decisive_keys(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a section, and of its subsections, that decide an answer or its scores."""
-    indifferent_keys = marked(Mark.NO_ANSWER)
+    indifferent_keys = keys_with_mark(Mark.NO_ANSWER)
     decisive = {}
     for name, value in values.items():
         key = f"{section}.{name}"
@@ -86,7 +86,7 @@ def make_row(evaluation: str, temperature: float, question: Question, group: Gro
     """Return the row of a scored group.
 
     Args:
-        evaluation: Result of `identity`.
+        evaluation: Result of `evaluation_identity`.
         temperature: Temperature of sampling.
         question: The question of the data; that of the group may carry passages.
         group: Scored trajectories.
@@ -161,7 +161,7 @@ def _turn_row(turn: Turn) -> ScoredRow:
     }
 
 
-def key_of(row: ScoredRow) -> RowKey:
+def row_key(row: ScoredRow) -> RowKey:
     """Return the values of KEY_FIELDS, which identify a row within its evaluation."""
     return row["temperature"], row["data_source"], row["id"]
 
@@ -197,7 +197,7 @@ class RowFile:
 
     Args:
         path: The file; it may be missing.
-        evaluation: Result of `identity`.
+        evaluation: Result of `evaluation_identity`.
         questions: Questions of the evaluation.
 
     Attributes:
@@ -239,7 +239,7 @@ class RowFile:
         return [self.rows[key] for key in order]
 
     def _register(self, row: ScoredRow, offset: int) -> None:
-        key = key_of(row)
+        key = row_key(row)
         self.rows[key] = _without_transcripts(row)
         self._offsets[key] = offset
 

@@ -25,8 +25,12 @@ ALL = "all"  # in place of a data source: mean over all questions
 AVERAGE = "average"  # in place of a data source: mean of the data sources' means, where there are several
 METRICS = ("f1", "em", "cover_em", "text_f1", "text_cover_em", "format", "answered", "searches", "tokens")
 COUNTS = ("questions", "trajectories", "failed")
-FEW = 30  # with fewer questions or groups a bootstrap interval is too narrow to decide anything
-ELEMENTS = 2_000_000  # number of float64 values that are resampled at a time, which bounds the memory
+MIN_QUESTIONS_FOR_INTERVAL = (
+    30  # with fewer questions or groups a bootstrap interval is too narrow to decide anything
+)
+RESAMPLED_ELEMENTS = (
+    2_000_000  # number of float64 values that are resampled at a time, which bounds the memory
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def stratified_mean(strata: Strata) -> float:
     return float(sum(np.mean(values) for values in strata) / len(strata))
 
 
-def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, float] | None:
+def bootstrap_interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, float] | None:
     """Return the percentile bootstrap interval (low, high) of `stratified_mean`.
 
     Questions are resampled within each stratum. The result equals that of ``scipy.stats.bootstrap``, whose
@@ -73,7 +77,7 @@ def interval(strata: Strata, confidence: float, resamples: int) -> tuple[float, 
     return float(low), float(high)
 
 
-def intervals_of_sums(
+def bootstrap_intervals_of_sums(
     sums: np.ndarray, statistics: Callable[[np.ndarray], np.ndarray], confidence: float, resamples: int
 ) -> np.ndarray:
     """Return percentile bootstrap intervals of functions of column sums; rows are resampled.
@@ -106,7 +110,7 @@ def _bounds(
     `size` values.
     """
     rng = random_state(0, 0, "bootstrap")
-    batch_size = max(1, ELEMENTS // size)
+    batch_size = max(1, RESAMPLED_ELEMENTS // size)
     batches = []
     for start in range(0, resamples, batch_size):
         batches.append(draw(min(batch_size, resamples - start), rng))
@@ -160,7 +164,7 @@ def _summary(
         if any(len(values) == 0 for values in scores):
             continue
         means[name] = stratified_mean(scores)
-        bounds = interval(scores, confidence, resamples)
+        bounds = bootstrap_interval(scores, confidence, resamples)
         if bounds is not None:
             intervals[name] = bounds
     errors = [attempt["error"] for row in rows for attempt in row["trajectories"]]
@@ -182,7 +186,7 @@ def scores_of(rows: Sequence[ScoredRow], metric: str) -> np.ndarray:
     return np.array([row["scores"][metric] for row in rows if metric in row["scores"]], np.float64)
 
 
-def unanswered(means: Means) -> list[str]:
+def unanswered_warnings(means: Means) -> list[str]:
     """Return a warning for each temperature at which no trajectory answered."""
     warnings = []
     for temperature, sources in means.items():

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.stats import permutation_test
 
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation.report import ELEMENTS, Strata, interval, stratified_mean
+from calibadv_jax.evaluation.report import RESAMPLED_ELEMENTS, Strata, bootstrap_interval, stratified_mean
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def compare_paired(first: Strata, second: Strata, confidence: float, resamples: 
         first=stratified_mean(first),
         second=stratified_mean(second),
         difference=stratified_mean(differences),
-        interval=interval(differences, confidence, resamples),
+        interval=bootstrap_interval(differences, confidence, resamples),
         p_value=_permutation_p_value(differences, resamples),
     )
 
@@ -70,7 +70,7 @@ def _permutation_p_value(differences: Strata, resamples: int) -> float:
         lambda values, axis: values.sum(axis),
         permutation_type="samples",
         n_resamples=resamples,
-        batch=max(1, ELEMENTS // len(weighted)),
+        batch=max(1, RESAMPLED_ELEMENTS // len(weighted)),
         vectorized=True,
         axis=-1,
         rng=random_state(0, 0, "permutation"),

@@ -136,7 +136,7 @@ def token_weights(
     return [sample.mask * weight for sample, weight in pairs]
 
 
-def content_of(samples: Sequence[Sample]) -> str:
+def content_hash(samples: Sequence[Sample]) -> str:
     """Return a hash of the samples' arrays, by which processes compare what they train on."""
     content = hashlib.sha256()
     for sample in samples:

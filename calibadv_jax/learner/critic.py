@@ -20,7 +20,7 @@ from calibadv_jax.learner.batching import Batch, Sample, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State, target_hidden_states
 from calibadv_jax.learner.objective import Metrics
 from calibadv_jax.learner.optimizer import make_optimizer
-from calibadv_jax.learner.step import make_sample, mini_batches, packed
+from calibadv_jax.learner.step import make_sample, mini_batches, pack_rows
 from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import CriticDecoder, Params, Policy
@@ -41,7 +41,7 @@ class CriticLearner(Learner):
         return values, jnp.zeros_like(values)
 
 
-def critic_of(policy: Policy) -> Policy:
+def make_critic(policy: Policy) -> Policy:
     """Return a critic of the policy's shape, with a value head, and with adapters if the policy has some."""
     architecture = replace(policy.architecture, tie_word_embeddings=True)  # no output head of its own
     return Policy(architecture, policy.numerics, policy.adapters, CriticDecoder)
@@ -61,14 +61,14 @@ def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.S
     """
     options = LearnerOptions.from_config(config, config.critic.optimizer)
     optimizer = make_optimizer(config.critic.optimizer, schedule)
-    return CriticLearner(critic_of(policy), optimizer, mesh, options)
+    return CriticLearner(make_critic(policy), optimizer, mesh, options)
 
 
 def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
     """Return the first parameters of a critic: those of a policy, and a value head of zeros.
 
     Args:
-        critic: from `critic_of`.
+        critic: from `make_critic`.
         params: all parameters of the policy, in their shardings; no array is copied.
         mesh: the devices.
     """
@@ -152,7 +152,7 @@ def learn_values(
     history: list[dict[str, float]] = []
     for chosen in mini_batches(samples, config, rng):
         members = [samples[index] for index in chosen]
-        rows = packed(learner, members, config, token_weights(members, "token_mean"))
+        rows = pack_rows(learner, members, config, token_weights(members, "token_mean"))
         state, metrics = learner.update(state, rows.batches(), loss)
         history.append(metrics)
     if not history:

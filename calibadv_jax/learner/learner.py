@@ -20,7 +20,7 @@ from calibadv_jax.learner.batching import Batch, abstract_batch, microbatches, r
 from calibadv_jax.learner.objective import LossFunction, Metrics
 from calibadv_jax.learner.optimizer import SplitStep, make_optimizer
 from calibadv_jax.policy.adapters import merge_params
-from calibadv_jax.policy.attention import SHARING, keys_computed
+from calibadv_jax.policy.attention import PREFIX_SHARING_KERNELS, keys_computed
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import (
     batch_sharding,
@@ -95,10 +95,11 @@ class LearnerOptions:
                 f" {row_shards} devices: set it to {next_multiple}"
             )
         kernel = policy.numerics.kernel
-        if self.shares_prefixes and kernel not in SHARING:
+        if self.shares_prefixes and kernel not in PREFIX_SHARING_KERNELS:
             raise UserError(
                 f"learner.share_prefixes is true, but policy.attention is {kernel}, which"
-                f" cannot share tokens: set it to {' or '.join(SHARING)}, or learner.share_prefixes=false"
+                f" cannot share tokens: set it to {' or '.join(PREFIX_SHARING_KERNELS)}, or"
+                " learner.share_prefixes=false"
             )
 
 
@@ -167,7 +168,7 @@ class Learner:
         initialise = jax.jit(self._initial_state, out_shardings=self._state_shardings, donate_argnums=0)
         return initialise(trained)
 
-    def whole(self, params: Params) -> Params:
+    def with_base(self, params: Params) -> Params:
         """Return all parameters, given the trained ones; no array is copied."""
         return merge_params(self.base, params)
 

@@ -19,7 +19,7 @@ from jax import Array
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.user_functions import failure, import_user_function, is_address
+from calibadv_jax.core.user_functions import describe_failure, import_user_function, is_address
 from calibadv_jax.learner.batch_factors import (
     LOG_RATIO_LIMIT,
     BatchFactor,
@@ -524,7 +524,7 @@ def find_loss(name: str) -> Loss:
             return function(tokens, config)
         except Exception as error:  # a function of the user's own may raise anything
             raise UserError(
-                f"loss.name is {name}, but calling it raised {failure(error)}; expected: {EXPECTED}"
+                f"loss.name is {name}, but calling it raised {describe_failure(error)}; expected: {EXPECTED}"
             ) from error
 
     return Loss(own_terms, f"your own: {name}", every_sample=True)

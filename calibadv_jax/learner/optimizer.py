@@ -63,7 +63,7 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
     return optax.join_schedules([warmup, after_warmup], [config.warmup_updates])
 
 
-def schedule_of(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
+def run_schedule(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
     """Return the learning rate of a run by optimizer update.
 
     Args:
@@ -258,7 +258,7 @@ class SplitStep:
         return {index: new_leaves[index] for index in own}, metrics
 
 
-def most_at_once(sizes: Collection[int]) -> float:
+def peak_elements(sizes: Collection[int]) -> float:
     """Return the peak number of elements on the devices: of the largest parameter, or a quarter of all.
 
     Args:
@@ -268,7 +268,7 @@ def most_at_once(sizes: Collection[int]) -> float:
 
 
 def parameter_groups(sizes: dict[str, int]) -> list[list[str]]:
-    """Divide parameters into groups of at most `most_at_once` elements, first fit by falling size.
+    """Divide parameters into groups of at most `peak_elements` elements, first fit by falling size.
 
     Args:
         sizes: elements of each parameter, by name.
@@ -276,7 +276,7 @@ def parameter_groups(sizes: dict[str, int]) -> list[list[str]]:
     Returns:
         Names of each group, the group with the most elements first.
     """
-    most = most_at_once(sizes.values())
+    most = peak_elements(sizes.values())
 
     def group_size(group: Sequence[str]) -> int:
         return sum(sizes[name] for name in group)

@@ -70,7 +70,7 @@ class Updater(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned:
+class StepResult:
     """The result of a step.
 
     Attributes:
@@ -93,7 +93,7 @@ def learn(
     loss: PolicyLoss,
     rng: Generator,
     reference: Params | None = None,
-) -> Learned:
+) -> StepResult:
     """Train on the step's samples, `config.epochs` times, in mini-batches of `config.minibatch_size`.
 
     Samples without a token to train are ignored. Samples that cannot change the gradient, since they have no
@@ -127,7 +127,7 @@ def learn(
             if has_gradient[index]:
                 computed.append(sample)
                 computed_weights.append(sample_weights)
-        rows = packed(learner, computed, config, computed_weights)
+        rows = pack_rows(learner, computed, config, computed_weights)
         batches: list[Batch] = []
         if computed:
             current = None
@@ -142,7 +142,7 @@ def learn(
         counts["positions"] += rows.positions
         counts["trained"] += sum(int(np.count_nonzero(batch.weights)) for batch in batches)
     means = _means(history, counts) if history else {}
-    return Learned(state, means, samples)
+    return StepResult(state, means, samples)
 
 
 def _row_metrics(rows: Rows, batches: Sequence[Batch], total_weight: float) -> dict[str, float]:
@@ -198,7 +198,7 @@ def sample_logprobs(
     Raises:
         ValueError: if a sample is longer than a row.
     """
-    return _row_logprobs(learner, params, packed(learner, samples, config))
+    return _row_logprobs(learner, params, pack_rows(learner, samples, config))
 
 
 def probe_tokens(vocab_size: int, max_length: int) -> np.ndarray:
@@ -254,7 +254,7 @@ def _row_logprobs(learner: Updater, params: Params, rows: Rows) -> list[np.ndarr
     return rows.unpack([learner.logprobs(params, batch) for batch in rows.batches()])
 
 
-def packed(
+def pack_rows(
     learner: Updater, samples: Sequence[Sample], config: LearnerConfig, weights: Arrays | None = None
 ) -> Rows:
     """Pack samples into rows of the config's widths.

@@ -14,7 +14,7 @@ from typing import Any
 from calibadv_jax.config import LogConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 from calibadv_jax.core.files import wrap_disk_errors, write_text
-from calibadv_jax.metrics.catalogue import find
+from calibadv_jax.metrics.catalogue import find_metric
 
 MLFLOW_BATCH = 1000  # number of values that MLflow accepts in one call
 
@@ -235,7 +235,7 @@ class Prometheus(MetricsBackend):
         """Yield the gauges; the server calls this for every scrape."""
         used: Counter[str] = Counter()
         for name, value in self._values.items():
-            metric = find(name)
+            metric = find_metric(name)
             meaning = f"{metric.meaning} [{metric.unit}]" if metric else name
             gauge = "calibadv_" + re.sub(r"\W", "_", name, flags=re.ASCII)
             used[gauge] += 1

@@ -67,7 +67,7 @@ def authors_names(name: str) -> list[str]:
 
 
 @functools.cache
-def find(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """Return the entry of a logged name, the authors' names included; None if there is none."""
     for metric in metrics():
         for entry_name in metric.names():

@@ -118,7 +118,7 @@ class Guards:
         return not self.is_broken and (keeps_good_step or self.config.action != "rollback")
 
     @property
-    def in_doubt(self) -> bool:
+    def has_nonfinite_updates(self) -> bool:
         """Whether no update of the newest step was finite, so that it gets no checkpoint yet."""
         return self._streaks.get(NUMBERS, 0) > 0
 
@@ -171,7 +171,7 @@ class Guards:
             cause = f"no update{owner} was finite for {streak} steps"
         return flags, [f"step {step}: {cause}: training has diverged; lower {self.rate_keys[model]}"]
 
-    def rolled_back(self, step: int) -> None:
+    def reset_after_rollback(self, step: int) -> None:
         """Continue from the checkpoint of `step`: guards stay armed and count from 0."""
         self.rollbacks += 1
         self.last_good_step = step

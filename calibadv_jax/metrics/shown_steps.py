@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from calibadv_jax.core.tags import printable
+from calibadv_jax.core.tags import to_printable_line
 from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Group, Trajectory
 from calibadv_jax.metrics.console import Console
 
 REPEAT_TIED = 10  # number of tied steps in a row after which the reason is printed again
 LONGEST_DOCUMENT = 120  # characters of a document's line in `transcript`
-LONGEST = 1000  # characters of every other line in `transcript`
+LONGEST_LINE = 1000  # characters of every other line in `transcript`
 
 # Kind of the last turn of a trajectory without an answer -> why there is no answer, and what to try. "action"
 # stands for the kinds of all actions.
@@ -26,7 +26,7 @@ ENDINGS = {
 }
 
 
-class ShownSteps:
+class StepReporter:
     """Shows each step of a run.
 
     Args:
@@ -121,16 +121,16 @@ def transcript(trajectory: Trajectory) -> Iterator[str]:
     """Yield question, turns, documents and end of a scored trajectory, a line each."""
     validity = "valid" if trajectory.format_valid else "invalid"
     yield f"transcript: score {trajectory.answer_score:.3f}, format {validity}"
-    yield cut(f"question  {printable(trajectory.question.text)}", LONGEST)
+    yield truncate(f"question  {to_printable_line(trajectory.question.text)}", LONGEST_LINE)
     for turn in trajectory.turns:
         for line in turn_lines(turn.kind, turn.think, turn.query, turn.text):
-            yield cut(line, LONGEST)
+            yield truncate(line, LONGEST_LINE)
         for number, document in enumerate(turn.documents, 1):
-            yield folded(number, document)
+            yield document_line(number, document)
     if trajectory.error is not None:
-        yield f"failed: {printable(trajectory.error)}"
+        yield f"failed: {to_printable_line(trajectory.error)}"
     elif trajectory.turns:
-        yield cut(ending(trajectory), LONGEST)
+        yield truncate(answer_line(trajectory), LONGEST_LINE)
 
 
 def turn_lines(kind: str, think: str, query: str, text: str) -> Iterator[str]:
@@ -143,28 +143,31 @@ def turn_lines(kind: str, think: str, query: str, text: str) -> Iterator[str]:
         text: All of its text.
     """
     if think:
-        yield f"think   {printable(think)}"
+        yield f"think   {to_printable_line(think)}"
     if kind not in NO_ACTIONS:
-        yield f"{kind}  {printable(query)}"
+        yield f"{kind}  {to_printable_line(query)}"
     elif kind != "answer":
-        yield f"{kind}  {printable(text)}"
+        yield f"{kind}  {to_printable_line(text)}"
 
 
-def folded(number: int, document: Document) -> str:
+def document_line(number: int, document: Document) -> str:
     """Return a line with the number, the title and the beginning of a document."""
-    return cut(f"  [{number}]   {printable(document.title)}: {printable(document.text)}", LONGEST_DOCUMENT)
+    return truncate(
+        f"  [{number}]   {to_printable_line(document.title)}: {to_printable_line(document.text)}",
+        LONGEST_DOCUMENT,
+    )
 
 
-def ending(trajectory: Trajectory) -> str:
+def answer_line(trajectory: Trajectory) -> str:
     """Return the answer of a trajectory with turns, or why there is none."""
     if trajectory.answer is not None:
-        return f"answer  {printable(trajectory.answer)}"
+        return f"answer  {to_printable_line(trajectory.answer)}"
     kind = trajectory.turns[-1].kind
     cause = ENDINGS.get(kind, ENDINGS["action"]).format(kind=kind)
     return f"no answer: {cause}"
 
 
-def cut(line: str, width: int) -> str:
+def truncate(line: str, width: int) -> str:
     """Return a line of at most `width` characters; an ellipsis stands for what was cut."""
     return line if len(line) <= width else line[: width - 1] + "…"
 

@@ -81,7 +81,7 @@ def merge_params(base: Params, added: Params) -> Params:
     return unflatten(flatten(base) | flatten(added))
 
 
-def merged(params: Params, scale: float, dtype: Any) -> Params:
+def fold_adapters(params: Params, scale: float, dtype: Any) -> Params:
     """Fold the adapters into the matrices beside them.
 
     Args:

@@ -76,7 +76,7 @@ class Architecture:
     qk_norm: bool
 
     @property
-    def layer_matrices(self) -> int:
+    def layer_matrix_elements(self) -> int:
         """Number of elements of one layer's matrices: four of the attention, three of the MLP."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -99,7 +99,7 @@ class Architecture:
         if not self.tie_word_embeddings:
             embeddings *= 2
         final_norm = self.hidden_size
-        return self.num_layers * (self.layer_matrices + biases + norms) + embeddings + final_norm
+        return self.num_layers * (self.layer_matrix_elements + biases + norms) + embeddings + final_norm
 
     def flops_per_token(self, context: float) -> float:
         """Return a forward pass' floating-point operations for one token.
@@ -107,7 +107,7 @@ class Architecture:
         Args:
             context: number of tokens that the token attends to.
         """
-        matrices = self.num_layers * self.layer_matrices + self.vocab_size * self.hidden_size
+        matrices = self.num_layers * self.layer_matrix_elements + self.vocab_size * self.hidden_size
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * context
         return 2.0 * (matrices + attention)
 

@@ -26,9 +26,9 @@ Cache = list[Stack]  # one stack of all layers, or a stack for each of a few lay
 Window = tuple[Sequence[int], Array | int]  # widths that a cache may be read at; index of the chosen width
 
 # The kernel of each backend for packed rows. Other backends have "xla".
-KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}
+BACKEND_KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}
 # Kernels that support sequences with a shared prefix.
-SHARING: tuple[Kernel, ...] = ("xla", "cudnn")
+PREFIX_SHARING_KERNELS: tuple[Kernel, ...] = ("xla", "cudnn")
 # Bytes of float32 scores that exist at once on each device in attention to a KV cache.
 SCORE_BYTES = 2**28
 
@@ -63,7 +63,7 @@ def packed_attention(
         [B, T, N, H].
     """
     length = q.shape[1]
-    if kernel not in SHARING:
+    if kernel not in PREFIX_SHARING_KERNELS:
         assert ends is None, kernel
         from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
 

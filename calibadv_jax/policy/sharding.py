@@ -177,7 +177,7 @@ class LocalCopy:
 # --- Shardings of arrays ---
 
 
-def spec(*axes: str | None) -> P:
+def partition_spec(*axes: str | None) -> P:
     """Return the PartitionSpec of an array with these logical axes; None: the axis is not split."""
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
@@ -187,7 +187,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec(*axes))
+    return jax.lax.with_sharding_constraint(x, partition_spec(*axes))
 
 
 def pin_rows(x: Array) -> Array:
@@ -218,7 +218,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        partition = spec(*WEIGHTS[name].axes)
+        partition = partition_spec(*WEIGHTS[name].axes)
         fitted = []
         for size, mesh_axis in zip(leaf.shape, partition, strict=True):
             is_divisible = size % axis_size(mesh, mesh_axis) == 0
@@ -302,7 +302,7 @@ class VocabLayout:
 
         Args:
             function: computes shards of the outputs from shards of the inputs.
-            inputs: PartitionSpecs of its arguments, from `spec`.
+            inputs: PartitionSpecs of its arguments, from `partition_spec`.
             outputs: PartitionSpecs of its results.
 
         Returns:

@@ -20,9 +20,17 @@ from flax import nnx
 from jax import Array
 
 from calibadv_jax.config import PolicyConfig
-from calibadv_jax.policy.adapters import Adapters, merged, split
+from calibadv_jax.policy.adapters import Adapters, fold_adapters, split
 from calibadv_jax.policy.architecture import Architecture
-from calibadv_jax.policy.attention import KERNELS, Cache, CacheView, Kernel, Stack, Window, packed_attention
+from calibadv_jax.policy.attention import (
+    BACKEND_KERNELS,
+    Cache,
+    CacheView,
+    Kernel,
+    Stack,
+    Window,
+    packed_attention,
+)
 from calibadv_jax.policy.embedding import look_up
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
 from calibadv_jax.policy.sharding import constrain, pin_rows
@@ -31,7 +39,7 @@ Params = dict[str, Any]
 Rope = tuple[Array, Array]  # cosines and sines of each token's angles, float32 [B, T, H/2]
 
 # Decoders with at most so many layers are unrolled: they run faster, and compile as fast as a loop.
-UNROLLED_LAYERS = 4
+MAX_UNROLLED_LAYERS = 4
 # What is saved of a layer for its backward pass, by `policy.remat`. "none" saves everything.
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -75,7 +83,7 @@ class Numerics:
         kernel = config.attention
         if kernel == "auto":
             # Only here: asking for the backend loads it, and `calibadv plan` compiles for another one.
-            kernel = KERNELS.get(jax.default_backend(), "xla")
+            kernel = BACKEND_KERNELS.get(jax.default_backend(), "xla")
         return cls(
             compute_dtype=jnp.dtype(config.compute_dtype),
             param_dtype=jnp.dtype(config.param_dtype),
@@ -86,7 +94,7 @@ class Numerics:
 
 
 @dataclass(frozen=True)
-class DecoderParts:
+class DecoderBuild:
     """What the constructors of all modules of a decoder need.
 
     Attributes:
@@ -128,7 +136,7 @@ class Linear(nnx.Linear):
         use_bias: whether a bias is added.
     """
 
-    def __init__(self, build: DecoderParts, target: str, size_in: int, size_out: int, use_bias: bool):
+    def __init__(self, build: DecoderBuild, target: str, size_in: int, size_out: int, use_bias: bool):
         product = build.numerics.product
         super().__init__(size_in, size_out, use_bias=use_bias, dot_general=product, **build.options)
         adapters = build.adapters
@@ -206,7 +214,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 class Attention(nnx.Module):
     """Projections of grouped-query self-attention."""
 
-    def __init__(self, build: DecoderParts):
+    def __init__(self, build: DecoderBuild):
         architecture = build.architecture
         hidden_size = architecture.hidden_size
         q_size = architecture.num_heads * architecture.head_dim
@@ -251,7 +259,7 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, build: DecoderParts):
+    def __init__(self, build: DecoderBuild):
         architecture = build.architecture
         hidden_size = architecture.hidden_size
         inner_size = architecture.intermediate_size
@@ -268,7 +276,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, build: DecoderParts):
+    def __init__(self, build: DecoderBuild):
         hidden_size = build.architecture.hidden_size
         self.attn_norm = build.norm(hidden_size)
         self.attn = Attention(build)
@@ -329,7 +337,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Maps token ids to hidden states; `logits` applies the output head, which may be the embeddings."""
 
-    def __init__(self, build: DecoderParts):
+    def __init__(self, build: DecoderBuild):
         architecture = build.architecture
         vocab_size = architecture.vocab_size
         hidden_size = architecture.hidden_size
@@ -377,7 +385,7 @@ class Decoder(nnx.Module):
 
         if self.numerics.remat != "none":
             apply_layer = jax.checkpoint(apply_layer, policy=REMAT_POLICIES[self.numerics.remat])
-        is_unrolled = self.architecture.num_layers <= UNROLLED_LAYERS
+        is_unrolled = self.architecture.num_layers <= MAX_UNROLLED_LAYERS
         x, _ = jax.lax.scan(apply_layer, x, layer_params, unroll=is_unrolled)
         return self.final_norm(x)
 
@@ -481,7 +489,7 @@ def _slice_layers(params: Any, start: int, end: int) -> Any:
 class CriticDecoder(Decoder):
     """A decoder with a value head, which is zero at first, instead of logits."""
 
-    def __init__(self, build: DecoderParts):
+    def __init__(self, build: DecoderBuild):
         super().__init__(build)
         self.value_head = nnx.Linear(
             build.architecture.hidden_size,
@@ -549,7 +557,7 @@ class Policy:
             return split(params)
         return {}, params
 
-    def merged(self, params: Params, dtype: Any) -> Params:
+    def fold_adapters(self, params: Params, dtype: Any) -> Params:
         """Return equivalent parameters without adapters.
 
         Args:
@@ -560,7 +568,7 @@ class Policy:
             Parameters of the base, with the adapters folded in.
         """
         scale = self.adapters.scale if self.adapters else 0.0
-        return merged(params, scale, dtype)
+        return fold_adapters(params, scale, dtype)
 
     def init(self, key: Array) -> Params:
         """Draw all parameters; the base does not depend on the adapters.
@@ -587,7 +595,7 @@ class Policy:
         """
         num_layers = self.architecture.num_layers
         # The products of an unrolled layer read its own array. They would read a copy of a common one.
-        is_unrolled = num_layers <= UNROLLED_LAYERS
+        is_unrolled = num_layers <= MAX_UNROLLED_LAYERS
         stack_sizes = [1] * num_layers if is_unrolled else [num_layers]
         layer_shape = (slots, self.architecture.num_kv_heads, length, self.architecture.head_dim)
         dtype = self.numerics.compute_dtype
@@ -599,7 +607,7 @@ class Policy:
         return cache
 
     def _decoder(self, adapters: Adapters | None, rngs: nnx.Rngs) -> Decoder:
-        return self.kind(DecoderParts(self.architecture, self.numerics, adapters, rngs))
+        return self.kind(DecoderBuild(self.architecture, self.numerics, adapters, rngs))
 
     def _split_abstract(self, adapters: Adapters | None) -> tuple[Any, Any]:
         """Return graph and state of a decoder whose parameters are ShapeDtypeStructs."""

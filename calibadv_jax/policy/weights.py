@@ -151,7 +151,7 @@ def shape_problems(
     return problems
 
 
-def summary(problems: Sequence[str]) -> str:
+def summarise_problems(problems: Sequence[str]) -> str:
     """Join the first few problems and the count of the rest on one line."""
     listed = "; ".join(problems[:MAX_LISTED_PROBLEMS])
     num_more = len(problems) - MAX_LISTED_PROBLEMS

@@ -13,9 +13,9 @@ from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import Grammar, turn_flaw, whole_turn
+from calibadv_jax.core.tags import Grammar, text_with_opening, turn_flaw
 from calibadv_jax.core.trajectory import Group, Trajectory
-from calibadv_jax.core.user_functions import failure, import_user_function, is_address
+from calibadv_jax.core.user_functions import describe_failure, import_user_function, is_address
 
 # --- Agreement of a text with the golden answers ---
 
@@ -125,7 +125,7 @@ def turn_flaws(trajectory: Trajectory) -> list[str]:
     grammar = Grammar(trajectory.actions)
     flaws = []
     for number, turn in enumerate(trajectory.turns):
-        text = whole_turn(trajectory.opening_of(number), turn.text)
+        text = text_with_opening(trajectory.opening_of(number), turn.text)
         flaws.append(turn_flaw(text, turn.kind, grammar))
     return flaws
 
@@ -295,7 +295,8 @@ def own_score(address: str, trajectory: Trajectory) -> float:
         score = float(function(trajectory))
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
-            f"reward.answer: {address} failed on an answer to question {question!r}: {failure(error)};"
+            f"reward.answer: {address} failed on an answer to question {question!r}:"
+            f" {describe_failure(error)};"
             " it must return a number for every trajectory"
         ) from error
     if not math.isfinite(score):

@@ -21,7 +21,7 @@ from calibadv_jax.core.tags import (
     neutralise,
 )
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.core.user_functions import failure
+from calibadv_jax.core.user_functions import describe_failure
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class AccessAction(RetrieverAction):
         return Reply((page,))
 
 
-class OwnAction(Action):
+class GuardedAction(Action):
     """A guard around a user's own action: its errors, and calls that take too long, fail the trajectory only.
 
     Args:
@@ -150,7 +150,9 @@ class OwnAction(Action):
         try:
             await self._inner.close()
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"action {self.name}: close failed: {failure(error)}; correct it") from error
+            raise UserError(
+                f"action {self.name}: close failed: {describe_failure(error)}; correct it"
+            ) from error
 
     @contextmanager
     def _guarded(self, *passed: type[Exception], limit: asyncio.Timeout | None = None) -> Iterator[None]:
@@ -160,7 +162,7 @@ class OwnAction(Action):
         except passed:
             raise
         except Exception as error:  # the user's code may raise anything
-            reason = failure(error)
+            reason = describe_failure(error)
             if limit is not None and limit.expired():
                 reason = f"no reply within {self._time_limit:g} s"
             raise RequestFailed(self.name, f"action {self.name}: {reason}") from error

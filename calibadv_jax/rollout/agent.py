@@ -26,9 +26,9 @@ from calibadv_jax.core.tags import (
     Grammar,
     neutralise,
     parse_turn,
-    refusal,
+    refusal_text,
+    text_with_opening,
     well_formed,
-    whole_turn,
 )
 from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
@@ -205,7 +205,7 @@ def _read_turn(completion: Completion, context: RolloutContext, opening: str) ->
     if completion.stop_reason == "eos":
         text_ids = text_ids[:-1]
     text = decode(context.tokenizer, text_ids)
-    parsed = parse_turn(whole_turn(opening, text), completion.stop_reason, context.grammar)
+    parsed = parse_turn(text_with_opening(opening, text), completion.stop_reason, context.grammar)
     return Turn(
         kind=parsed.kind,
         token_ids=np.asarray(completion.token_ids, np.int32),
@@ -249,7 +249,7 @@ async def _execute(turn: Turn, context: RolloutContext) -> tuple[tuple[Document,
     action = context.by_name[turn.kind]
     if turn.kind == "search":
         context.work["searches"] += 1
-    observations = context.observations.of(action)
+    observations = context.observations.for_action(action)
     try:
         argument = _parse_argument(action, turn.query)
         reply = await action.call(argument)
@@ -277,4 +277,4 @@ def _refusal(name: str, error: Exception, context: RolloutContext) -> str:
         return QUERY_REFUSED
     extra = added_token_strings(context.tokenizer)
     reason = cut_early(well_formed(str(error)), context.tokenizer, context.rollout.max_observation_length)
-    return refusal(name, neutralise(reason, extra, context.grammar))
+    return refusal_text(name, neutralise(reason, extra, context.grammar))

@@ -110,7 +110,7 @@ class Observations:
     opening: str  # beginning of the turn that follows, see `PromptConfig.opening`
     notice: str = INVALID_ACTION  # after an invalid turn
 
-    def of(self, action: Action) -> Observations:
+    def for_action(self, action: Action) -> Observations:
         """Return a writer for this action, which has the action's own limit if that is smaller."""
         limit = action.max_length or self.max_length
         return replace(self, max_length=min(self.max_length, limit))

@@ -14,11 +14,11 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.tags import OPEN_THINK, Grammar, leaves_thought_open, neutralise, split_at_tags
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.core.user_functions import failure
+from calibadv_jax.core.user_functions import describe_failure
 from calibadv_jax.rollout.actions import action_texts, grammar_of
 from calibadv_jax.rollout.observation import added_token_strings, encode
 
-ACTIONS = "{actions}"  # The place in a template at which the actions that are on are listed.
+ACTIONS_PLACE = "{actions}"  # The place in a template at which the actions that are on are listed.
 # The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.
 _PAPER = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time"
@@ -37,7 +37,7 @@ _OTHER_ACTION = (
     " </information>."
 )
 TEMPLATES = {
-    "paper": _PAPER.replace(ACTIONS, _SEARCH_ACTION),
+    "paper": _PAPER.replace(ACTIONS_PLACE, _SEARCH_ACTION),
     "short": "Question: {question}\n",
 }
 FROM_DATA = "from_data"  # The value of prompt.template for prompts that stand in the data.
@@ -77,7 +77,7 @@ def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
     for usage in action_texts(actions, extra):
         template = _SEARCH_ACTION if usage["name"] == "search" else _OTHER_ACTION
         sentences.append(template.format(**usage))
-    return " ".join(sentences).replace(ACTIONS, "actions")
+    return " ".join(sentences).replace(ACTIONS_PLACE, "actions")
 
 
 def open_prompt(
@@ -174,7 +174,7 @@ def _messages(
     # The template is split before anything is filled in: neither the question nor a server's text about its
     # tools may fill a place of the other.
     listed_actions = list_actions(actions, extra)
-    parts = [part.replace(ACTIONS, listed_actions) for part in template.split("{question}")]
+    parts = [part.replace(ACTIONS_PLACE, listed_actions) for part in template.split("{question}")]
     return [("user", text.join(parts))]
 
 
@@ -196,7 +196,8 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
     except Exception as error:  # a template is a program, which may raise anything
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
         raise UserError(
-            f"{template} fails on messages of the role {roles}: {failure(error)}; correct it, or choose"
+            f"{template} fails on messages of the role {roles}: {describe_failure(error)}; correct it, or"
+            " choose"
             " prompt.chat=off or another prompt.template"
         ) from error
     for role, content in messages:

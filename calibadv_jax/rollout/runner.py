@@ -22,7 +22,7 @@ from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 T = TypeVar("T")
 
 
-def any_done(futures: Collection[Future[Any]]) -> object:
+def wait_for_any(futures: Collection[Future[Any]]) -> object:
     """Wait until one of the futures is done."""
     return wait(futures, return_when=FIRST_COMPLETED)
 
@@ -100,7 +100,7 @@ async def collect_group(
     group_size = context.rollout.group_size
     context.work["begun"] += group_size
     trajectories = await _gather([write(index) for index in range(group_size)])
-    return Group.of(question, trajectories)
+    return Group.from_attempts(question, trajectories)
 
 
 async def collect_groups(
@@ -248,17 +248,17 @@ class Rollouts:
         context = replace(self.context, rollout=rollout, work=self.collected)
         return self.run(collect_groups(context, questions, seed, name, complete))
 
-    def progress(self, of_collect: bool = False) -> Callable[[], tuple[int, int, str]]:
+    def progress(self, of_evaluation: bool = False) -> Callable[[], tuple[int, int, str]]:
         """Return a function for `Console.live` that measures the work from here on.
 
         Args:
-            of_collect: whether to measure the trajectories of `collect`, rather than those of `begin`.
+            of_evaluation: whether to measure the trajectories of `collect`, rather than those of `begin`.
 
         Returns:
             A function that returns the number of trajectories that have ended since, the number of those that
             were running or have begun since, and the rates of searches and tokens in words.
         """
-        work = self.collected if of_collect else self.context.work
+        work = self.collected if of_evaluation else self.context.work
         before = Counter(work)
         start = time.monotonic()
 
@@ -342,7 +342,7 @@ class RolloutStream:
         questions: Iterator[Question],
         config: RolloutConfig,
         are_tied: Callable[[Sequence[Group]], Sequence[bool]] = _no_group_is_tied,
-        wait_for: Callable[[list[Future[Group]]], object] = any_done,
+        wait_for: Callable[[list[Future[Group]]], object] = wait_for_any,
     ):
         self.config = config
         self.per_step = config.questions_per_step

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError, one_line
-from calibadv_jax.core.trajectory import SEARCH_ALONE, Document, Group, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import DEFAULT_ACTIONS, Document, Group, Question, Trajectory, Turn
 from calibadv_jax.rollout_store import schema
 from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
 
@@ -85,7 +85,7 @@ def opening_and_actions(metadata: Mapping[str, str]) -> tuple[str, tuple[str, ..
     """Return `Trajectory.opening` and `Trajectory.actions` of a file's trajectories, given its metadata."""
     prompt = json.loads(metadata["config"])["prompt"]
     opening = PromptConfig(prepend_think=prompt["prepend_think"]).opening
-    actions = SEARCH_ALONE
+    actions = DEFAULT_ACTIONS
     if "actions" in metadata:
         actions = tuple(json.loads(metadata["actions"]))
     return opening, actions
@@ -149,7 +149,7 @@ def _decode(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
 
 
 def from_rows(
-    rows: Sequence[RecordRow], opening: str, actions: tuple[str, ...] = SEARCH_ALONE
+    rows: Sequence[RecordRow], opening: str, actions: tuple[str, ...] = DEFAULT_ACTIONS
 ) -> tuple[list[Group], list[GroupCredit], Logprobs]:
     """Return a step's groups, their credit and the learner's log-probabilities.
 
@@ -167,7 +167,9 @@ def from_rows(
     for _, group_rows in groupby(rows, lambda row: row["group"]):
         members = list(group_rows)
         question = _question(members[0])
-        group = Group.of(question, [_trajectory(row, question, opening, actions) for row in members])
+        group = Group.from_attempts(
+            question, [_trajectory(row, question, opening, actions) for row in members]
+        )
         groups.append(group)
         finished_rows = [row for row in members if row["error"] is None]
         credits.append(_credit(group, finished_rows, silver=dict(members[0]["silver"])))

@@ -122,14 +122,14 @@ TURN_FIELDS = tuple(
     field.name for field in TURN if field.name not in {*TURN_ARRAYS, *CREDIT, "learner_logprobs"}
 )
 # Parquet's names of the columns that take nearly all of the space.
-LOGPROBS = [
+BYTE_SPLIT_COLUMNS = [
     "turns.list.element.logprobs.list.element",
     "turns.list.element.learner_logprobs.list.element",
     "turns.list.element.values.list.element",
 ]
 
 
-def short_name(run: Path) -> str:
+def run_name(run: Path) -> str:
     """Return the last two folders of a run's path, by which its pages name it."""
     return "/".join(run.resolve().parts[-2:]).strip("/")
 

@@ -15,7 +15,7 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.core.files import PARTIAL, atomic_write
-from calibadv_jax.core.trajectory import SEARCH_ALONE, Group, Trajectory, Turn
+from calibadv_jax.core.trajectory import DEFAULT_ACTIONS, Group, Trajectory, Turn
 from calibadv_jax.rollout_store import schema
 from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
 
@@ -68,7 +68,7 @@ class RolloutWriter:
                 partial,
                 compression="zstd",
                 use_dictionary=False,
-                use_byte_stream_split=schema.LOGPROBS,
+                use_byte_stream_split=schema.BYTE_SPLIT_COLUMNS,
             )
         for kept_step, kept_path in kept_steps(self.folder).items():
             if self._has_expired(kept_step, step):
@@ -94,7 +94,7 @@ class RolloutWriter:
         """Return the metadata of a file: see `reader.read_metadata`."""
         metadata = {}
         actions = _actions(groups)
-        if actions != SEARCH_ALONE:
+        if actions != DEFAULT_ACTIONS:
             metadata["actions"] = json.dumps(actions)
         metadata["schema_version"] = schema.VERSION
         metadata["advantage"] = json.dumps(dataclasses.asdict(self.config.advantage))
@@ -109,7 +109,7 @@ def _actions(groups: Sequence[Group]) -> tuple[str, ...]:
     for group in groups:
         for trajectory in group.attempts:
             return trajectory.actions
-    return SEARCH_ALONE
+    return DEFAULT_ACTIONS
 
 
 def to_rows(

@@ -14,10 +14,10 @@ from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.tags import NAME, RESERVED
-from calibadv_jax.core.user_functions import failure, import_user_function, load_optional
-from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
+from calibadv_jax.core.user_functions import describe_failure, import_user_function, load_optional
+from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
 from calibadv_jax.rollout.observation import decode, encode
-from calibadv_jax.rollout.prompts import ACTIONS
+from calibadv_jax.rollout.prompts import ACTIONS_PLACE
 
 DEFAULT = [ToolConfig("search")]
 LOG = "mcp.log"  # File in the run's folder to which MCP servers' programs write their standard error.
@@ -86,7 +86,7 @@ def _named_action(tool: ToolConfig) -> Action:
     except UserError:
         raise
     except Exception as error:  # a class of the user's own may raise anything
-        raise UserError(f"tools: making {tool.name} failed: {failure(error)}; correct it") from error
+        raise UserError(f"tools: making {tool.name} failed: {describe_failure(error)}; correct it") from error
     if not isinstance(action, Action) or not inspect.iscoroutinefunction(action.call):
         raise UserError(
             f"tools: {tool.name} must give an object of a subclass of calibadv_jax.Action with"
@@ -95,7 +95,7 @@ def _named_action(tool: ToolConfig) -> Action:
     for attribute in ("name", "purpose"):
         if not isinstance(getattr(action, attribute, None), str):
             raise UserError(f"tools: {tool.name} has no text {attribute!r}; see examples/own_tool.py")
-    return OwnAction(action, tool.timeout, tool.max_length)
+    return GuardedAction(action, tool.timeout, tool.max_length)
 
 
 def _check_name(action: Action, tool: ToolConfig, earlier: list[Action]) -> None:
@@ -138,10 +138,10 @@ def describe_actions(config: Config) -> list[str]:
         return []
     lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
     template = config.prompt.template
-    if template != "paper" and ACTIONS not in template:
+    if template != "paper" and ACTIONS_PLACE not in template:
         lines.append(
             "  the prompt lists none of them: unless the policy knows them, set prompt.template=paper, or put"
-            f" {ACTIONS} in your template"
+            f" {ACTIONS_PLACE} in your template"
         )
     return lines
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from calibadv_jax.config import Config, SftPhase, ToolConfig
-from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.load import with_references
 from calibadv_jax.config.sections.section import Mark
 
-UNLEARNED = marked(Mark.UNLEARNED)
-LEARNED = marked(Mark.LEARNED)
-TUNED = marked(Mark.TUNED)
-COLD_START_KEYS = marked(Mark.COLD_START)
+UNLEARNED = keys_with_mark(Mark.UNLEARNED)
+LEARNED = keys_with_mark(Mark.LEARNED)
+TUNED = keys_with_mark(Mark.TUNED)
+COLD_START_KEYS = keys_with_mark(Mark.COLD_START)
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def changed_keys(
     """
     changed = []
     for name, _, _ in differences(before, now):
-        if not among(compared, name) or among(free, name):
+        if not is_among(compared, name) or is_among(free, name):
             continue
         if name == "tools" and offers_same(before, now):
             continue
@@ -128,6 +128,6 @@ def is_binding(name: str, config: Config) -> bool:
         if config.advantage.has_critic:
             optimizers.append(config.critic.optimizer)
         return any(rule.schedule != "constant" and not rule.decay_updates for rule in optimizers)
-    if among(["policy.init"], name):
+    if is_among(["policy.init"], name):
         return not config.policy.path
-    return among(LEARNED, name) or not among(UNLEARNED, name)
+    return is_among(LEARNED, name) or not is_among(UNLEARNED, name)

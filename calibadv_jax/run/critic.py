@@ -12,7 +12,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.critic import ValueLoss, critic_learner, critic_params, learn_values, value_sample
 from calibadv_jax.learner.learner import State
-from calibadv_jax.learner.optimizer import schedule_of
+from calibadv_jax.learner.optimizer import run_schedule
 from calibadv_jax.learner.step import make_sample, sample_logprobs
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.run.model import Model
@@ -30,7 +30,7 @@ class Critic:
 
     def __init__(self, config: Config, model: Model, params: Params | None):
         self.config = config
-        self.schedule = schedule_of(config, config.critic.optimizer)
+        self.schedule = run_schedule(config, config.critic.optimizer)
         self.learner = critic_learner(config, model.policy, model.mesh, self.schedule)
         self.loss = ValueLoss(config.critic.clip)
         self.state: State = {}

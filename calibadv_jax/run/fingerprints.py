@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibadv_jax.config import Config, RetrieverConfig
-from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.files import content_hash
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.distributed.process_group import Hosts
+from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_health import identity as index_identity
+from calibadv_jax.services.retriever_health import index_identity as index_identity
 from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.weight_files import weights_hash
 
@@ -138,22 +138,24 @@ def cold_start_identity(
     return identity
 
 
-def check_same(config: Config, model: Model, questions: Sequence[Question], hosts: Hosts) -> None:
+def check_processes_agree(
+    config: Config, model: Model, questions: Sequence[Question], process_group: ProcessGroup
+) -> None:
     """Check that all processes read the same files and offer the same actions.
 
     Args:
         config: The run's config.
         model: This process' model.
         questions: This process' training questions.
-        hosts: The processes of the run.
+        process_group: The processes of the run.
 
     Raises:
         UserError: In all processes, if one differs.
     """
     newest = newest_step(Path(config.run.dir) / "checkpoints")
-    hosts.assert_equal("newest checkpoint in run.dir", lambda: newest)
+    process_group.assert_equal("newest checkpoint in run.dir", lambda: newest)
     for name, compute in _contents(config, model, questions, is_fresh=newest is None).items():
-        hosts.assert_equal(name, compute)
+        process_group.assert_equal(name, compute)
 
 
 def describe_policy(source: PolicySource) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def describe_retriever(config: RetrieverConfig, warn: Callable[[str], object]) -
     Raises:
         UserError: A running service cannot be reached.
     """
-    if config.url == NO_RETRIEVER:
+    if config.url == NO_RETRIEVER_URL:
         return {}
     if config.url:
         client = RetrieverClient(config, config.url, warn)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibadv_jax.config import Config, dump_config, known_keys
-from calibadv_jax.config.kept import Start, add_start, newest_start, read_config, rebase_paths
-from calibadv_jax.config.keys import among
+from calibadv_jax.config.kept import KeptStart, add_start, newest_start, read_config, rebase_paths
+from calibadv_jax.config.keys import is_among
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
@@ -29,9 +29,9 @@ from calibadv_jax.run.comparison import (
     with_defaults,
 )
 from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
-from calibadv_jax.run.model import BASE, Model, base_of
-from calibadv_jax.services.retriever_health import difference
-from calibadv_jax.services.retriever_health import identity as index_identity
+from calibadv_jax.run.model import BASE, Model, adapter_base
+from calibadv_jax.services.retriever_health import index_difference
+from calibadv_jax.services.retriever_health import index_identity as index_identity
 from calibadv_jax.snapshots.checkpoint import finish_rollback, newest_step, saved_steps
 from calibadv_jax.snapshots.huggingface import copy_tokenizer
 
@@ -101,7 +101,7 @@ def enter_run_folder(
 
 def _write_policy_files(config: Config, model: Model, folder: Path) -> None:
     """Write config.json and the tokenizer, and with adapters base.json, for readers of the checkpoints."""
-    base = base_of(config, model, config.policy.path)
+    base = adapter_base(config, model, config.policy.path)
     folder.mkdir(exist_ok=True)
     if base:
         base.write(folder)
@@ -175,7 +175,7 @@ def check_service(config: Config, folder: Path, state: Mapping[str, Any]) -> Non
         UserError: The folder holds steps that were trained with another index, or cannot be written.
     """
     path = folder / SERVICE_FILE
-    if holds_training(folder) and not among(config.checkpoint.allow_change, SERVICE):
+    if holds_training(folder) and not is_among(config.checkpoint.allow_change, SERVICE):
         _check_index(path, state)
     try:
         write_json(path, index_identity(state))
@@ -194,7 +194,7 @@ def _check_index(path: Path, state: Mapping[str, Any]) -> None:
             f"{path}: damaged, so that the index of the last start is not known; remove it to accept the"
             " service that is there now"
         ) from error
-    other = difference(before, state)
+    other = index_difference(before, state)
     if other:
         raise UserError(
             f"run.dir={path.parent}: the retrieval service has another index than at the last start"
@@ -230,7 +230,7 @@ def _check_resume(
     rows = []
     for change in _changes(start, config, identity):
         verdict = "accepted"
-        if change.is_binding and not among(allowed, change.name):
+        if change.is_binding and not is_among(allowed, change.name):
             verdict = "refused"
             refused.append(change.name)
         rows.append([change.name, _short(change.old), _short(change.new), verdict])
@@ -243,11 +243,11 @@ def _check_resume(
 
 def _owning_key(name: str, keys: Iterable[str]) -> str:
     """Return the config key of a changed value: data.weights of data.weights.nq, for example."""
-    owners = [key for key in keys if among([key], name)]
+    owners = [key for key in keys if is_among([key], name)]
     return max(owners, key=len, default=name)
 
 
-def _changes(start: Start, config: Config, identity: Mapping[str, str]) -> list[Change]:
+def _changes(start: KeptStart, config: Config, identity: Mapping[str, str]) -> list[Change]:
     """Return what differs between the last start and this one."""
     now = with_defaults(rebase_paths(kept_values(config), Path(config.run.dir)))
     before = with_defaults(start.config)
@@ -264,7 +264,7 @@ def _changes(start: Start, config: Config, identity: Mapping[str, str]) -> list[
     return changes
 
 
-def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
+def _refuse(config: Config, start: KeptStart, refused: Sequence[str]) -> NoReturn:
     """Raise the error for a start with other values of the `refused` keys and hashes."""
     names = ", ".join(refused)
     lost = [name for name in refused if name in IDENTITY and not start.identity]
@@ -280,7 +280,7 @@ def _refuse(config: Config, start: Start, refused: Sequence[str]) -> NoReturn:
     if config.run.mirror:
         place += f" or run.mirror={config.run.mirror}"
         hint += " and another run.mirror"
-    is_tuning = all(among(TUNED, name) for name in refused)
+    is_tuning = all(is_among(TUNED, name) for name in refused)
     if lost == list(refused) or is_tuning:
         hint += f", or go on with this run all the same: checkpoint.allow_change=[{names}]"
     raise UserError(f"{place} holds another experiment: {reason}; {hint}")

@@ -265,7 +265,7 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
     return params
 
 
-def base_of(config: Config, model: Model, path: str) -> AdapterBase | None:
+def adapter_base(config: Config, model: Model, path: str) -> AdapterBase | None:
     """Return the frozen base of a run's adapters.
 
     Args:
@@ -324,7 +324,7 @@ class AdapterBase:
             )
         return load_params(folder, policy, mesh)
 
-    def shared(self) -> dict[str, Any] | None:
+    def snapshot_metadata(self) -> dict[str, Any] | None:
         """Return the metadata for snapshots that hold the adapters alone; None for random parameters."""
         if not self.folder:
             return None

@@ -16,15 +16,15 @@ from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import attempt_seed
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
-from calibadv_jax.distributed.process_group import ALONE, Hosts
+from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from calibadv_jax.distributed.shared_groups import SharedGroups
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.step import logprob_mismatch, probe_tokens
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
 from calibadv_jax.rewards.score import trajectory_scores
-from calibadv_jax.rollout.runner import Rollouts, RolloutStream, any_done
-from calibadv_jax.run.model import Model, base_of
+from calibadv_jax.rollout.runner import Rollouts, RolloutStream, wait_for_any
+from calibadv_jax.run.model import Model, adapter_base
 from calibadv_jax.run.trainer import Trainer, UpdateResult
 from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
 
@@ -47,7 +47,7 @@ class RunState:
         rollouts: The agent loop, with its sampler and retriever.
         folder: The run's folder.
         console: Gets notes on the progress.
-        hosts: The processes of the run.
+        process_group: The processes of the run.
         mirror: Copy of the run's folder in an object store, which gets every checkpoint. None: no copy.
 
     Raises:
@@ -62,7 +62,7 @@ class RunState:
         rollouts: Rollouts,
         folder: Path,
         console: Console,
-        hosts: Hosts = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
         mirror: Mirror | None = None,
     ):
         self.config = config
@@ -70,7 +70,7 @@ class RunState:
         self.rollouts = rollouts
         self.folder = folder
         self.console = console
-        self.hosts = hosts
+        self.process_group = process_group
         self.mirror = mirror
         self.by_id = {question.id: question for question in questions}
         self.questions = QuestionIterator(
@@ -83,23 +83,23 @@ class RunState:
         )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
-        self.trainer = Trainer(config, model, hosts)
+        self.trainer = Trainer(config, model, process_group)
         # Metadata of a checkpoint of adapters, which names the base and does not hold it; else empty.
         self.base: dict[str, Any] = {}
-        base = base_of(config, model, config.policy.path)
+        base = adapter_base(config, model, config.policy.path)
         if base:
             self.base["base"] = {"name": base.name, "sha256": base.sha256}
         self.checkpoints = CheckpointStore(
             folder / "checkpoints",
             config.checkpoint.keep,
             config.checkpoint.asynchronous,
-            hosts.save_barrier(),
+            process_group.save_barrier(),
         )
         self.step = 0  # number of steps trained
         newest = self.checkpoints.latest_step()
         self.learner_state: State = self.trainer.begin(is_fresh=newest is None)
         if newest is None:
-            if hosts.is_first:
+            if process_group.is_main:
                 (folder / ROLLBACK).unlink(missing_ok=True)
         else:
             self._resume(newest)
@@ -115,16 +115,16 @@ class RunState:
 
     def _make_stream(self) -> RolloutStream:
         rollout = self.config.rollout
-        if self.hosts.count == 1:
-            return RolloutStream(self.rollouts.begin, self.questions, rollout, self._are_tied, any_done)
-        shared = SharedGroups(self.rollouts.begin, self.hosts, rollout.max_staleness > 0)
+        if self.process_group.process_count == 1:
+            return RolloutStream(self.rollouts.begin, self.questions, rollout, self._are_tied, wait_for_any)
+        shared = SharedGroups(self.rollouts.begin, self.process_group, rollout.max_staleness > 0)
         return RolloutStream(shared.begin, self.questions, rollout, self._are_tied, shared.wait)
 
     def _are_tied(self, groups: Sequence[Group]) -> list[bool]:
         """Return for each group whether all its scores are equal."""
         scores = [trajectory_scores(group, self.config.reward) for group in groups]
         # Processes with different scores would replace different groups.
-        self.hosts.assert_equal("score of a group", lambda: scores)
+        self.process_group.assert_equal("score of a group", lambda: scores)
         return [len(set(group_scores)) < 2 for group_scores in scores]
 
     @property
@@ -159,15 +159,15 @@ class RunState:
         replaced = self.stream.replaced
         for group in groups:
             scores = [trajectory.relative_score for trajectory in group.trajectories]
-            self.questions.note(group.question.id, scores)
+            self.questions.record_scores(group.question.id, scores)
         for group in replaced:
             scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
-            self.questions.note(group.question.id, scores)
+            self.questions.record_scores(group.question.id, scores)
         metrics = {}
         if self.config.rollout.dynamic_sampling:
             metrics["rollout/replaced_groups"] = float(len(replaced))
         if self.config.data.has_curriculum:
-            metrics["rollout/resting_questions"] = float(self.questions.resting)
+            metrics["rollout/resting_questions"] = float(self.questions.num_resting)
         return metrics
 
     def publish(self) -> dict[str, float]:
@@ -180,13 +180,15 @@ class RunState:
         """
         learner = self.trainer.learner
         params = self.learner_state["params"]
-        published = self.rollouts.publish(self.step, learner.whole(params))
+        published = self.rollouts.publish(self.step, learner.with_base(params))
         tokens = probe_tokens(len(self.model.tokenizer), self.config.rollout.max_length)
-        with self.hosts.local_work("weights of the samplers"):
+        with self.process_group.local_work("weights of the samplers"):
             self.rollouts.load(self.step, published)
             own_logprobs = self.rollouts.prompt_logprobs(tokens.tolist())
         worker_logprobs: list[np.ndarray] = []  # float32 [T - 1] of each worker
-        for process_logprobs in self.hosts.exchange("log-probabilities of the samplers", own_logprobs):
+        for process_logprobs in self.process_group.all_gather(
+            "log-probabilities of the samplers", own_logprobs
+        ):
             worker_logprobs.extend(process_logprobs.values())
         if worker_logprobs and learner.options.temperature != 1.0:
             return {"rollout/workers": float(len(worker_logprobs))}
@@ -194,7 +196,7 @@ class RunState:
 
     def sampler_metrics(self) -> dict[str, float]:
         """Return the sums of the samplers' counts over all processes."""
-        counts = self.hosts.exchange("counts of the samplers", self.rollouts.metrics())
+        counts = self.process_group.all_gather("counts of the samplers", self.rollouts.metrics())
         return {name: sum(count[name] for count in counts) for name in counts[0]}
 
     def roll_back(self) -> None:
@@ -215,9 +217,9 @@ class RunState:
         target = good_steps[-1]
         self.stream.close()
         self._drop_state()  # the end of the run does not save it, even if the next lines fail
-        self.guards.rolled_back(target)
+        self.guards.reset_after_rollback(target)
         # Written before anything is deleted, so that a start after a kill completes the rollback.
-        if self.hosts.is_first:
+        if self.process_group.is_main:
             write_json(self.folder / ROLLBACK, {"step": target, "rollbacks": self.guards.rollbacks})
         if self.mirror:
             self.mirror.drop_after(target)
@@ -276,11 +278,11 @@ class RunState:
                 writes to run.mirror.
         """
         every = self.config.checkpoint.every
-        is_due = bool(every and self.step % every == 0 and not self.guards.in_doubt)
+        is_due = bool(every and self.step % every == 0 and not self.guards.has_nonfinite_updates)
         is_last = self.step == self.config.learner.steps
         is_due = is_due or is_last
         # All processes run the save together, so all must know of an error before any of them begins.
-        with self.hosts.barrier("checkpoint"):
+        with self.process_group.barrier("checkpoint"):
             if self.mirror:
                 self.mirror.check()
             if is_due or not self.checkpoints.is_writing():
@@ -338,7 +340,7 @@ class RunState:
         A bad step does not replace the last good checkpoint either.
         """
         self.stream.close()
-        if kind is not None and not self.hosts.in_step:
+        if kind is not None and not self.process_group.can_save_together:
             # All processes write a checkpoint together, and the others do not wait here.
             return
         try:
@@ -350,7 +352,7 @@ class RunState:
                 self.save()
                 self._wait_for_checkpoint()
         except Exception as error:  # Orbax may raise anything: it must not hide why the run stopped
-            self.hosts.out_of_step()
+            self.process_group.mark_desynchronized()
             if kind is None:
                 raise
             self.console.note(f"step {self.step} could not be saved: {' '.join(str(error).split())}")

@@ -15,12 +15,12 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.distributed.process_group import ALONE, Hosts
-from calibadv_jax.learner.batching import Sample, content_of
+from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from calibadv_jax.learner.batching import Sample, content_hash
 from calibadv_jax.learner.learner import State, policy_learner
 from calibadv_jax.learner.objective import policy_loss
-from calibadv_jax.learner.optimizer import schedule_of
-from calibadv_jax.learner.step import Learned, learn, make_sample
+from calibadv_jax.learner.optimizer import run_schedule
+from calibadv_jax.learner.step import StepResult, learn, make_sample
 from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout_store.schema import Logprobs
@@ -48,14 +48,14 @@ class Trainer:
     Args:
         config: The run's config.
         model: The policy without parameters, its tokenizer and its mesh.
-        hosts: The processes of the run.
+        process_group: The processes of the run.
     """
 
-    def __init__(self, config: Config, model: Model, hosts: Hosts = ALONE):
+    def __init__(self, config: Config, model: Model, process_group: ProcessGroup = SINGLE_PROCESS):
         self.config = config
         self.model = model
-        self.hosts = hosts
-        self.schedule = schedule_of(config, config.learner.optimizer)
+        self.process_group = process_group
+        self.schedule = run_schedule(config, config.learner.optimizer)
         self.learner = policy_learner(config, model.policy, model.mesh, self.schedule)
         self.loss = policy_loss(config)
         # Parameters that, joined with the learner's base, are the policy that the run begins with. None: the
@@ -145,7 +145,7 @@ class Trainer:
             make_sample(trajectory, values)
             for trajectory, values in zip(trajectories, token_advantages, strict=True)
         ]
-        self.hosts.assert_equal("batch to train on", lambda: content_of(samples))
+        self.process_group.assert_equal("batch to train on", lambda: content_hash(samples))
         rate = float(self.schedule(int(state["updates"])))
         trained = [sample for sample in samples if sample.mask.any()]
         learned = self._train_policy(state, step, seed, samples)
@@ -163,10 +163,10 @@ class Trainer:
         num_tokens = sum(len(sample.tokens) for sample in trained)
         return UpdateResult(learned.state, metrics, logprobs, num_tokens)
 
-    def _train_policy(self, state: State, step: int, seed: int, samples: list[Sample]) -> Learned:
+    def _train_policy(self, state: State, step: int, seed: int, samples: list[Sample]) -> StepResult:
         """Train the policy, except during the critic.warmup_steps steps that train the critic alone."""
         if self.critic is not None and step < self.config.critic.warmup_steps:
-            return Learned(state, {}, samples)
+            return StepResult(state, {}, samples)
         rng = random_state(seed, step, "minibatches")
         reference = self.reference if self.config.loss.kl_coef else None
         return learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)

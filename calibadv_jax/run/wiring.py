@@ -11,13 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from calibadv_jax.config import Config
-from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.interfaces import Sampler
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.distributed.joining import own_workers
-from calibadv_jax.distributed.process_group import ALONE, Hosts
+from calibadv_jax.distributed.joining import workers_of_process
+from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
@@ -57,7 +57,7 @@ def check_inputs(config: Config, warn: Callable[[str], object] = _ignore) -> Non
 
 @contextmanager
 def open_services(
-    config: Config, model_folder: Path, hosts: Hosts = ALONE
+    config: Config, model_folder: Path, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Iterator[tuple[str | list[str], list[str]]]:
     """Start the services that have no URL in the config; they end with the block.
 
@@ -67,7 +67,7 @@ def open_services(
     Args:
         config: The run's config.
         model_folder: Folder of config.json and the tokenizer, for the vLLM workers.
-        hosts: The processes of the run.
+        process_group: The processes of the run.
 
     Yields:
         The URL or URLs of the retriever, and those of this process' vLLM workers (none if sampler.name is
@@ -80,15 +80,19 @@ def open_services(
     warn = Console(config.log.progress).warn
     retriever_config = config.retriever
     if not config.has_retriever:
-        retriever_config = config.retriever.at(NO_RETRIEVER)
+        retriever_config = config.retriever.at(NO_RETRIEVER_URL)
     with ExitStack() as stack:
         service = open_retriever(retriever_config, folder / "retriever.log", warn)
-        retriever_urls = hosts.run_on_main_and_broadcast("retriever", lambda: stack.enter_context(service))
+        retriever_urls = process_group.run_on_main_and_broadcast(
+            "retriever", lambda: stack.enter_context(service)
+        )
         worker_urls: list[str] = []
         if config.sampler.name == "vllm":
             from calibadv_jax.sampler.rollout_workers import open_workers
 
-            own_config, first = own_workers(config.sampler, hosts.index, hosts.count)
+            own_config, first = workers_of_process(
+                config.sampler, process_group.process_index, process_group.process_count
+            )
             workers = open_workers(
                 own_config,
                 model_folder,
@@ -98,7 +102,7 @@ def open_services(
                 warn,
                 first=first,
             )
-            with hosts.local_work("vLLM workers"):
+            with process_group.local_work("vLLM workers"):
                 worker_urls = stack.enter_context(workers)
         yield retriever_urls, worker_urls
 
@@ -110,7 +114,7 @@ def open_rollouts(
     model_folder: Path,
     snapshots: Path,
     check_service: Callable[[Mapping[str, Any]], object] = _ignore,
-    hosts: Hosts = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[Rollouts]:
     """Open the agent loop with the configured sampler and retriever.
 
@@ -120,7 +124,7 @@ def open_rollouts(
         model_folder: Folder of config.json and the tokenizer, and of base.json with adapters.
         snapshots: Folder in which policies are published for vLLM workers.
         check_service: Gets the reply of the retriever's health endpoint, and raises to refuse it.
-        hosts: The processes of the run.
+        process_group: The processes of the run.
 
     Yields:
         Rollouts whose sampler has no weights yet.
@@ -130,14 +134,14 @@ def open_rollouts(
     """
     actions = make_actions(config)
     check_tags(actions, model.tokenizer)
-    with open_services(config, model_folder, hosts) as (retriever_urls, worker_urls):
+    with open_services(config, model_folder, process_group) as (retriever_urls, worker_urls):
         retriever = RetrieverClient(config.retriever, retriever_urls, Console(config.log.progress).warn)
-        if retriever_urls != NO_RETRIEVER:
+        if retriever_urls != NO_RETRIEVER_URL:
             check_service(retriever.health())  # all later replies must be of this index
-        own_concurrency = _share(config.rollout.max_concurrency, hosts)
+        own_concurrency = _share(config.rollout.max_concurrency, process_group)
         rollout = replace(config.rollout, max_concurrency=own_concurrency)
         base = read_base(model_folder)
-        sampler, publish = _make_sampler(config, model, worker_urls, snapshots, base, hosts)
+        sampler, publish = _make_sampler(config, model, worker_urls, snapshots, base, process_group)
         judge = None
         if config.reward.judge.url:
             judge = load_optional("judge").JudgeClient(config.reward.judge)
@@ -146,44 +150,49 @@ def open_rollouts(
             yield rollouts
 
 
-def _share(total: int, hosts: Hosts) -> int:
+def _share(total: int, process_group: ProcessGroup) -> int:
     """Return a process' share of a number, rounded up."""
-    return -(-total // hosts.count)
+    return -(-total // process_group.process_count)
 
 
 def _make_sampler(
-    config: Config, model: Model, workers: list[str], snapshots: Path, base: AdapterBase | None, hosts: Hosts
+    config: Config,
+    model: Model,
+    workers: list[str],
+    snapshots: Path,
+    base: AdapterBase | None,
+    process_group: ProcessGroup,
 ) -> tuple[Sampler, Callable[[int, Params], Any]]:
     """Return the sampler, and the function that converts a version's parameters for it."""
     stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
-        return _make_embedded_sampler(config, model, stops, hosts)
+        return _make_embedded_sampler(config, model, stops, process_group)
     from calibadv_jax.sampler.vllm_sampler import VllmSampler
 
     vocab_size = model.policy.architecture.vocab_size
-    publish = _snapshot_publisher(config, model, snapshots, base, hosts)
+    publish = _snapshot_publisher(config, model, snapshots, base, process_group)
     sampler = VllmSampler(workers, config.sampler, stops, model.tokenizer_hash, vocab_size)
     return sampler, publish
 
 
 def _make_embedded_sampler(
-    config: Config, model: Model, stops: StopRule, hosts: Hosts
+    config: Config, model: Model, stops: StopRule, process_group: ProcessGroup
 ) -> tuple[Sampler, Callable[[int, Params], Any]]:
     """Return the JAX sampler of this process; alone, it samples from the learner's own arrays."""
     from calibadv_jax.sampler.jax_sampler import JaxSampler
 
     length = config.rollout.max_length
-    if hosts.count == 1:
+    if process_group.process_count == 1:
         sampler = JaxSampler(model.policy, stops, config.sampler, model.mesh, length)
         return sampler, lambda _, params: params
-    own_config = replace(config.sampler, slots=_share(config.sampler.slots, hosts))
+    own_config = replace(config.sampler, slots=_share(config.sampler.slots, process_group))
     local_copy = LocalCopy(model.mesh, model.policy.numerics.compute_dtype, model.policy.split)
     sampler = JaxSampler(model.policy, stops, own_config, local_copy.mesh, length)
     return sampler, lambda _, params: local_copy(params)
 
 
 def _snapshot_publisher(
-    config: Config, model: Model, snapshots: Path, base: AdapterBase | None, hosts: Hosts
+    config: Config, model: Model, snapshots: Path, base: AdapterBase | None, process_group: ProcessGroup
 ) -> Callable[[int, Params], Path]:
     """Return the function that writes a version's parameters as a snapshot for vLLM workers."""
     from calibadv_jax.snapshots.publish import SnapshotStore
@@ -193,21 +202,21 @@ def _snapshot_publisher(
     # Metadata of the base, if snapshots hold the adapters alone.
     shared_base: dict[str, Any] | None = None
     if base and config.policy.lora.snapshots == "adapters":
-        shared_base = base.shared()
+        shared_base = base.snapshot_metadata()
 
     def publish(version: int, params: Params) -> Path:
         if shared_base:
             _, params = model.policy.split(params)
         elif model.policy.adapters:
-            params = model.policy.merged(params, dtype)
-        with hosts.barrier("snapshot of the policy"):
+            params = model.policy.fold_adapters(params, dtype)
+        with process_group.barrier("snapshot of the policy"):
             return store.publish(
                 version,
                 params,
                 hf_config=model.hf_config,
                 tokenizer_hash=model.tokenizer_hash,
                 base=shared_base,
-                writes=hosts.is_first,
+                writes=process_group.is_main,
             )
 
     return publish

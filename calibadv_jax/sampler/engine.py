@@ -43,9 +43,9 @@ from calibadv_jax.policy.sharding import (
     axis_size,
     cache_axes,
     param_shardings,
+    partition_spec,
     placed_params,
     replicated,
-    spec,
 )
 from calibadv_jax.policy.transformer import Decoder, Params, Policy
 from calibadv_jax.policy.weights import flatten, unflatten
@@ -264,7 +264,7 @@ class CacheEngine:
             }
 
     def _cache_sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, spec(self._slot_axis, None, None, self._head_axis))
+        return NamedSharding(self.mesh, partition_spec(self._slot_axis, None, None, self._head_axis))
 
     def _empty_cache(self) -> Cache:
         empty = self.policy.empty_cache(self._rows, self.max_length)
@@ -304,7 +304,7 @@ class CacheEngine:
         columns = max(copy.columns for copies in groups for copy in copies)
         all_widths = [width for widths in self._programs for width in widths]
         width = next(width for width in all_widths if width >= columns)
-        by_group = NamedSharding(self.mesh, spec(self._slot_axis))
+        by_group = NamedSharding(self.mesh, partition_spec(self._slot_axis))
         return jax.device_put(slots, by_group), jax.device_put(counts, by_group), width
 
     def _copy_columns(self, cache: Cache, slots: jax.Array, counts: jax.Array, width: int) -> Cache:
@@ -329,7 +329,7 @@ class CacheEngine:
 
             return jax.lax.fori_loop(0, counts[0], copy_slot, cache)
 
-        by_group = spec(self._slot_axis)
+        by_group = partition_spec(self._slot_axis)
         cache_spec = self._cache_sharding().spec
         copy = jax.shard_map(
             copy_in_group,

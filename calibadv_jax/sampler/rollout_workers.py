@@ -151,7 +151,7 @@ async def ask_label(http: ClientSession, url: str) -> Any:
     """
     try:
         reply = await _get(http, f"{url}/weight_info")
-        if reply.is_away:
+        if reply.is_unavailable:
             raise Unreachable(f"status {reply.status}")
         return json.loads(reply.body)["weight_version"]
     except (BadReply, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -174,7 +174,7 @@ async def ask_alive(http: ClientSession, url: str) -> None:
         reply = await _get(http, f"{url}/health")
     except BadReply as error:
         raise Unreachable(f"/health: {error}") from error
-    if reply.is_away:
+    if reply.is_unavailable:
         raise Unreachable(f"/health: status {reply.status}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from calibadv_jax.core.interfaces import Completion, SamplingParams
-from calibadv_jax.core.tags import printable
+from calibadv_jax.core.tags import to_printable_line
 from calibadv_jax.core.trajectory import StopReason
 from calibadv_jax.sampler.stopping import StopRule
 
@@ -125,5 +125,5 @@ def error_message(body: bytes) -> str:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         message = body.decode(errors="replace")
-    message, _, _ = printable(message).partition(", please check the stack trace")
+    message, _, _ = to_printable_line(message).partition(", please check the stack trace")
     return message[:LONGEST_MESSAGE]

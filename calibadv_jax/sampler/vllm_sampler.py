@@ -24,7 +24,14 @@ from calibadv_jax.core.interfaces import Completion, SamplingParams
 from calibadv_jax.sampler.rollout_workers import ask_alive, ask_label
 from calibadv_jax.sampler.stopping import StopRule
 from calibadv_jax.sampler.vllm_messages import completion_request, error_message, read_completion
-from calibadv_jax.services.http_client import BadReply, PerLoop, Unreachable, open_session, request, watched
+from calibadv_jax.services.http_client import (
+    BadReply,
+    PerLoop,
+    Unreachable,
+    open_session,
+    request,
+    wait_with_health_check,
+)
 
 PROBE_PAUSE = 1.0  # seconds between two attempts to bring a lost worker back
 WATCH_PAUSE = 10.0  # seconds between two checks of whether workers with open requests are still there
@@ -431,7 +438,7 @@ class VllmSampler:
 
         reply = self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)
         try:
-            return await watched(reply, check_alive, WATCH_PAUSE)
+            return await wait_with_health_check(reply, check_alive, WATCH_PAUSE)
         except Unreachable as error:
             raise WorkerLost(f"{route}: {error}") from error
 

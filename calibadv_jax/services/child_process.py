@@ -18,7 +18,7 @@ POLL_SECONDS = 0.05  # between two checks whether a child is ready
 LONGEST_CAUSE = 300  # characters
 LONGEST_LOG = 2**24  # bytes, about 100 starts of a vLLM server; a longer one is set aside at a start
 # With it, the log has every line at once, and an error stands after the lines that led to it.
-UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+UNBUFFERED_OUTPUT = {"PYTHONUNBUFFERED": "1"}
 
 _ERROR = re.compile(r"\b(?:\w+\.)*[A-Z]\w*Error: .+")
 _HARMLESS = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")  # vLLM's warnings name errors that have not happened
@@ -71,14 +71,14 @@ class ChildService:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._port_file = Path(self._folder.name, "port")
         arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
-        set_aside(self.log_path)
+        rotate_log(self.log_path)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
                 [*self.command, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **UNBUFFERED, **self.environment},
+                env={**os.environ, **UNBUFFERED_OUTPUT, **self.environment},
             )
 
     def wait(self) -> None:
@@ -116,7 +116,7 @@ class ChildService:
         self._folder.cleanup()
 
 
-def set_aside(log: Path) -> None:
+def rotate_log(log: Path) -> None:
     """Rename a log that is longer than LONGEST_LOG to FILE.old, in place of an older one."""
     if log.is_file() and log.stat().st_size > LONGEST_LOG:
         log.replace(log.with_name(f"{log.name}.old"))

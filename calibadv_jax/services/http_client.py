@@ -20,9 +20,16 @@ from pydantic import BaseModel, ValidationError
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.tags import well_formed_json
-from calibadv_jax.core.user_functions import failure
+from calibadv_jax.core.user_functions import describe_failure
 
-AWAY = (408, 425, 429, 502, 503, 504)  # statuses that announce that a later attempt may succeed
+UNAVAILABLE_STATUSES = (
+    408,
+    425,
+    429,
+    502,
+    503,
+    504,
+)  # statuses that announce that a later attempt may succeed
 NOT_IMPLEMENTED = 501  # the only status from 500 on after which another attempt is useless
 # Seconds for which an idle connection is kept. Servers close theirs after five seconds: a shorter time here
 # avoids that a server closes a connection that is just being used again.
@@ -31,7 +38,7 @@ LONGEST_REPLY = 2**26  # bytes, decompressed: 256 queries with 256 KiB of docume
 
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubles up to LAST_PAUSE
 LAST_PAUSE = 10.0  # seconds
-ONCE = 1e-3  # patience in seconds that stands for a single attempt
+SINGLE_ATTEMPT = 1e-3  # patience in seconds that stands for a single attempt
 BAD_REPLIES = 3  # invalid replies after which a request has failed
 
 Warn = Callable[[str], object]  # takes a line for the user
@@ -65,9 +72,9 @@ class HttpReply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def is_away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether the service cannot answer now: because it says so, or because it is broken."""
-        return self.status in AWAY or (self.status >= 500 and self.status != NOT_IMPLEMENTED)
+        return self.status in UNAVAILABLE_STATUSES or (self.status >= 500 and self.status != NOT_IMPLEMENTED)
 
     @property
     def retry_after(self) -> float:
@@ -140,7 +147,7 @@ async def request(
     except TimeoutError as error:
         raise Unreachable("no whole reply in time") from error
     except aiohttp.ClientError as error:
-        raise Unreachable(failure(error)) from error
+        raise Unreachable(describe_failure(error)) from error
 
 
 async def read_all(chunks: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -> bytes:
@@ -153,7 +160,9 @@ async def read_all(chunks: AsyncIterator[bytes], longest: int = LONGEST_REPLY) -
     return bytes(body)
 
 
-async def watched(reply: Coroutine[Any, Any, T], check: Callable[[], Awaitable[object]], pause: float) -> T:
+async def wait_with_health_check(
+    reply: Coroutine[Any, Any, T], check: Callable[[], Awaitable[object]], pause: float
+) -> T:
     """Wait for a reply, and check meanwhile that the service still lives.
 
     Args:
@@ -182,7 +191,7 @@ async def watched(reply: Coroutine[Any, Any, T], check: Callable[[], Awaitable[o
 async def retry(
     attempt: Callable[[], Awaitable[T]],
     patience: float,
-    on_away: Callable[[Unreachable], object] = lambda error: None,
+    on_unavailable: Callable[[Unreachable], object] = lambda error: None,
 ) -> T:
     """Repeat an attempt while the service is unavailable or its reply is invalid; return the result.
 
@@ -192,7 +201,7 @@ async def retry(
         attempt: Raises Unreachable or BadReply if it should be repeated. Other errors pass.
         patience: Seconds without a reply after which the last error is raised. An invalid reply counts as a
             reply: after it the time starts again. At most ONCE: there is a single attempt.
-        on_away: Called at the first Unreachable, and at the first one after an invalid reply.
+        on_unavailable: Called at the first Unreachable, and at the first one after an invalid reply.
 
     Raises:
         Unreachable: There was no reply for `patience` seconds.
@@ -206,11 +215,11 @@ async def retry(
             return await attempt()
         except Unreachable as error:
             if deadline is None:
-                if patience > ONCE:
-                    on_away(error)
+                if patience > SINGLE_ATTEMPT:
+                    on_unavailable(error)
                 deadline = time.monotonic() + patience
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or patience <= ONCE:
+            if remaining <= 0 or patience <= SINGLE_ATTEMPT:
                 raise
             # The random part spreads the requests that were waiting for the same service.
             longer_pause = max(pause + random.uniform(0, FIRST_PAUSE), error.retry_after)
@@ -225,9 +234,9 @@ async def retry(
         pause = min(2 * pause, LAST_PAUSE)
 
 
-def no_answer(patience: float) -> str:
+def describe_patience(patience: float) -> str:
     """Return the words "no answer for 5 s" for a message about a service without a reply."""
-    return f"no answer for {patience:g} s" if patience > ONCE else "no answer"
+    return f"no answer for {patience:g} s" if patience > SINGLE_ATTEMPT else "no answer"
 
 
 def wait_for_any(
@@ -263,7 +272,7 @@ def wait_for_any(
     names = ", ".join(urls)
     distinct_urls = list(dict.fromkeys(urls))
 
-    def on_away(error: Unreachable) -> None:
+    def on_unavailable(error: Unreachable) -> None:
         say(f"waiting up to {patience:g} s for {service} {names} ({error}); otherwise {advice}")
 
     async def ask_all() -> tuple[dict[str, T], dict[str, str]]:
@@ -284,12 +293,12 @@ def wait_for_any(
         return answers, {url: str(error) for url, error in missing.items()}
 
     try:
-        return run_to_its_end(lambda: retry(ask_all, patience, on_away))
+        return run_coroutine(lambda: retry(ask_all, patience, on_unavailable))
     except Unreachable as error:
         raise EnvironmentFailure(f"{service} {names}: cannot be reached ({error}); {advice}") from error
 
 
-def run_to_its_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_coroutine(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine and return its result, also where an event loop is running, as in a notebook.
 
     There it gets a thread and an event loop of its own.

@@ -18,8 +18,8 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, 
 from calibadv_jax.core.files import atomic_write
 from calibadv_jax.core.stopping import start_daemon_thread
 
-STALLED = 60  # seconds without progress after which a store is given up
-NOTED = 15  # seconds between two lines about a wait
+STALL_SECONDS = 60  # seconds without progress after which a store is given up
+REPORT_SECONDS = 15  # seconds between two lines about a wait
 # Options of s3fs with which at most 64 MiB are under way before they are written: at 1 MiB/s there is
 # progress within STALLED seconds.
 S3_TRANSFER_OPTIONS = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
@@ -112,14 +112,14 @@ class ObjectStore:
         future = start_daemon_thread(work)
         idle_seconds = 0
         last_progress = progress()
-        while not wait([future], NOTED).done:
+        while not wait([future], REPORT_SECONDS).done:
             current_progress = progress()
             if current_progress == last_progress:
-                idle_seconds += NOTED
+                idle_seconds += REPORT_SECONDS
             else:
                 idle_seconds = 0
             last_progress = current_progress
-            if idle_seconds >= STALLED:
+            if idle_seconds >= STALL_SECONDS:
                 raise EnvironmentFailure(
                     f"{self.key} has not answered for {idle_seconds} s ({operation}); try again later"
                 )

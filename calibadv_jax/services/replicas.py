@@ -11,7 +11,7 @@ import aiohttp
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.http_client import LAST_PAUSE, HttpReply, Unreachable, Warn, request
-from calibadv_jax.services.retriever_health import IDENTITY, IDENTITY_HEADER, ask_health, difference
+from calibadv_jax.services.retriever_health import IDENTITY, IDENTITY_HEADER, ask_health, index_difference
 from calibadv_jax.services.retriever_replies import Unavailable
 
 CHECK_PAUSE = 0.5  # seconds before the health of a failed service is asked for; doubles up to LAST_PAUSE
@@ -90,7 +90,7 @@ class Replicas:
             replica = await self._free.get()
             try:
                 reply = await request(self._http, "POST", replica.url + route, json=make_body())
-                if not reply.is_away:
+                if not reply.is_unavailable:
                     await self._check_index(replica, reply)
                 return read_reply(replica.url, reply)
             except Unreachable as error:
@@ -132,7 +132,7 @@ class Replicas:
             except Unreachable:
                 replica.index_difference = ""  # it may come back with the agreed index
                 continue
-            self._note_index(replica, difference(self._agreed, state))
+            self._note_index(replica, index_difference(self._agreed, state))
             is_healthy = not replica.index_difference
         replica.recovery = None
         self._free.put_nowait(replica)
@@ -142,13 +142,13 @@ class Replicas:
         agreed_identity = (self._agreed or {}).get(IDENTITY)
         reply_identity = reply.headers.get(IDENTITY_HEADER)
         if agreed_identity is not None and reply_identity is not None:
-            index_difference = ""
+            mismatch = ""
             if reply_identity != agreed_identity:
-                index_difference = f"{IDENTITY} {reply_identity!r} instead of {agreed_identity!r}"
-            self._note_index(replica, index_difference)
+                mismatch = f"{IDENTITY} {reply_identity!r} instead of {agreed_identity!r}"
+            self._note_index(replica, mismatch)
         elif self._agreed is not None and not replica.is_verified:
             state = await ask_health(self._http, replica.url)
-            self._note_index(replica, difference(self._agreed, state))
+            self._note_index(replica, index_difference(self._agreed, state))
         if replica.index_difference:
             raise Unreachable(f"it serves another index: {replica.index_difference}")
         replica.pause = CHECK_PAUSE

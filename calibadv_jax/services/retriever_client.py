@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.config.sections.retriever import PAGE_ROUTE, ROUTE
+from calibadv_jax.config.sections.retriever import PAGE_ROUTE, SEARCH_ROUTE
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.services.http_client import (
@@ -26,13 +26,13 @@ from calibadv_jax.services.http_client import (
     PerLoop,
     Unreachable,
     Warn,
-    no_answer,
+    describe_patience,
     open_session,
     retry,
     wait_for_any,
 )
 from calibadv_jax.services.replicas import Replicas
-from calibadv_jax.services.retriever_health import ask_health, difference
+from calibadv_jax.services.retriever_health import ask_health, index_difference
 from calibadv_jax.services.retriever_replies import (
     TOKEN_VARIABLE,
     ServerError,
@@ -78,7 +78,7 @@ class RetrieverClient:
         urls = [url] if isinstance(url, str) else url
         self.urls = [base.rstrip("/") for base in urls]
         self.url = ", ".join(self.urls)
-        self.missing: dict[str, str] = {}
+        self.unreachable: dict[str, str] = {}
         self._warn = warn
         self._connections = PerLoop(self._connect)
         self._batch: _Batch | None = None  # the batch that takes further queries
@@ -144,7 +144,7 @@ class RetrieverClient:
             UserError: The services serve different indexes.
             EnvironmentFailure: No service answers.
         """
-        answers, self.missing = wait_for_any(
+        answers, self.unreachable = wait_for_any(
             "retriever",
             self.urls,
             ask_health,
@@ -156,10 +156,10 @@ class RetrieverClient:
         )
         first_url, agreed = next(iter(answers.items()))
         for url, state in answers.items():
-            index_difference = difference(agreed, state)
-            if index_difference:
+            mismatch = index_difference(agreed, state)
+            if mismatch:
                 raise UserError(
-                    f"retriever.url: {url} has {index_difference} of {first_url}; name services of one index"
+                    f"retriever.url: {url} has {mismatch} of {first_url}; name services of one index"
                 )
         self._agreed = agreed
         return agreed
@@ -225,7 +225,7 @@ class RetrieverClient:
             self._has_answered = True
             return list(documents)
 
-        return await replicas.post(ROUTE, make_body, read_reply)
+        return await replicas.post(SEARCH_ROUTE, make_body, read_reply)
 
     async def _answer(self, queries: list[str], window: float = 0.0) -> list[QueryResult]:
         """Return the result of each query; a request that fails is divided until it shows which fail.
@@ -285,8 +285,8 @@ class RetrieverClient:
         except Unreachable as error:
             raise RequestFailed(
                 "retriever",
-                f"retriever {self.url}: {no_answer(patience)} ({error}); {START_ADVICE}, set retriever.url,"
-                " or raise retriever.patience",
+                f"retriever {self.url}: {describe_patience(patience)} ({error}); {START_ADVICE},"
+                " set retriever.url, or raise retriever.patience",
             ) from error
         except BadReply as error:
             raise RequestFailed(

@@ -29,7 +29,7 @@ async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         reply = await request(http, "GET", f"{url}/health")
     except BadReply as error:
         raise Unreachable(str(error)) from error
-    if reply.is_away:
+    if reply.is_unavailable:
         raise Unreachable(reply.excerpt)
     if reply.status != 200:
         return {}
@@ -40,7 +40,7 @@ async def ask_health(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return health if isinstance(health, dict) else {}
 
 
-def difference(agreed: Mapping[str, Any] | None, state: Mapping[str, Any]) -> str:
+def index_difference(agreed: Mapping[str, Any] | None, state: Mapping[str, Any]) -> str:
     """Return how the index of a service differs from the agreed one.
 
     Args:
@@ -61,6 +61,6 @@ def difference(agreed: Mapping[str, Any] | None, state: Mapping[str, Any]) -> st
     return ""
 
 
-def identity(state: Mapping[str, Any]) -> dict[str, Any]:
+def index_identity(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a service's health that decide its documents; may be empty."""
     return {name: state[name] for name in (*INDEX_FIELDS, IDENTITY) if name in state}

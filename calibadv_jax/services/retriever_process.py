@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from calibadv_jax.config import RetrieverConfig
-from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import Warn
@@ -78,7 +78,7 @@ def open_retriever(config: RetrieverConfig, log_path: Path, warn: Warn) -> Itera
         UserError: Neither a URL nor a corpus is configured; and the errors of `check_running`.
     """
     if config.url:
-        if config.url != NO_RETRIEVER:
+        if config.url != NO_RETRIEVER_URL:
             check_running(config, warn)
         yield config.url
         return

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.services.http_client import AWAY, BadReply, HttpReply, Unreachable, excerpt
+from calibadv_jax.services.http_client import UNAVAILABLE_STATUSES, BadReply, HttpReply, Unreachable, excerpt
 
 # Environment variable of the service's bearer token. It is no config key, because a config is written to the
 # run folder.
@@ -130,9 +130,9 @@ def _check_status(url: str, reply: HttpReply, no_such_route: str) -> None:
         raise UserError(f"retriever {url}: {reply.excerpt}; {no_such_route}")
     if reply.status in (400, 413, 422):  # because of the query: another attempt changes nothing
         raise QueryRefused(f"retriever {url}: {reply.excerpt}")
-    if reply.status in AWAY:
+    if reply.status in UNAVAILABLE_STATUSES:
         raise Unavailable(reply.excerpt, reply.retry_after)
-    if reply.is_away:
+    if reply.is_unavailable:
         raise ServerError(reply.excerpt, reply.retry_after)
     if reply.status != 200:
         raise BadReply(reply.excerpt)

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, is_lost_process, storage_errno
 from calibadv_jax.core.files import check_literal, read_json
-from calibadv_jax.policy.weights import shape_problems, summary
+from calibadv_jax.policy.weights import shape_problems, summarise_problems
 
 # Items of a checkpoint: the pytree of arrays, and JSON values.
 STATE = "state"
@@ -282,7 +282,7 @@ def _restore(
     if problems:
         raise UserError(
             f"{source}: does not fit this policy and optimizer; use its own config, or another run.dir:"
-            f" {summary(problems)}"
+            f" {summarise_problems(problems)}"
         )
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     state_args = ocp.args.PyTreeRestore(abstract, restore_args, partial_restore=partial)

@@ -30,7 +30,7 @@ from calibadv_jax.policy.weights import (
     from_hf,
     hf_shapes,
     shape_problems,
-    summary,
+    summarise_problems,
     to_hf,
     unflatten,
 )
@@ -223,7 +223,9 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> 
             _check_tied_head(weights, head_shape[0], source)
     problems = shape_problems(shapes, hf_shapes(policy.abstract_base))
     if problems:
-        raise UserError(f"{source}: {len(problems)} tensor(s) do not fit config.json: {summary(problems)}")
+        raise UserError(
+            f"{source}: {len(problems)} tensor(s) do not fit config.json: {summarise_problems(problems)}"
+        )
     coded = []
     for name in shapes:
         dtype = weights.dtype(name)

@@ -24,7 +24,7 @@ from calibadv_jax.core.errors import UserError, cause_text
 from calibadv_jax.core.files import atomic_folder, atomic_write
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.policy.weights import summary
+from calibadv_jax.policy.weights import summarise_problems
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, newest_step, read_rollback, saved_steps
 from calibadv_jax.snapshots.mirror_marker import OBJECTS, Entry, Marker, MarkerVersion, TakenOver
@@ -56,7 +56,7 @@ def open_mirror(config: Config, console: Console) -> Mirror | None:
     return Mirror(config.run.mirror, Path(config.run.dir), config.checkpoint.keep, console)
 
 
-def bring_newest(config: Config, console: Console) -> None:
+def fetch_newest(config: Config, console: Console) -> None:
     """Fetch the run from run.mirror, if it is set, for a command that reads the newest checkpoint.
 
     Args:
@@ -153,7 +153,7 @@ class Mirror:
         """
         self.has_newer()
         home = self.folder.absolute()
-        tops = [home / CONFIGS, home / hub.PINS]
+        tops = [home / CONFIGS, home / hub.PINS_FILE]
         tops += [Path(path).absolute() for path in paths if path]
         places = {}
         for path in self._marker.version.files:
@@ -269,7 +269,8 @@ class Mirror:
                     wrong.append(path)
             if wrong:
                 raise UserError(
-                    f"{self._key}: {summary(wrong)} not as long as its marker says; remove the copy"
+                    f"{self._key}: {summarise_problems(wrong)} not as long as its marker says; remove the"
+                    " copy"
                 )
             for path, partial in partials.items():
                 _, _, mtime_ns = files[path]
@@ -419,7 +420,7 @@ class Mirror:
                 wrong.append(path)
             entries[path] = (name, size, states[path].mtime_ns)
         if wrong:
-            raise OSError(f"{summary(wrong)} not as long in the store as here")
+            raise OSError(f"{summarise_problems(wrong)} not as long in the store as here")
         return entries
 
     def _with_step(

@@ -19,7 +19,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_folder, read_json, write_json
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.policy.weights import hf_shapes, shape_problems, summary, to_hf
+from calibadv_jax.policy.weights import hf_shapes, shape_problems, summarise_problems, to_hf
 from calibadv_jax.snapshots.huggingface import CARD, WRITER, copy_tokenizer, refuse_foreign
 from calibadv_jax.snapshots.weight_files import Weights, open_weights
 
@@ -89,7 +89,7 @@ def load_adapters(folder: Path, policy: Policy, mesh: Mesh | None) -> Params:
         if problems:
             raise UserError(
                 f"{path}: {len(problems)} tensor(s) do not fit this policy; give adapters that were made for"
-                f" it: {summary(problems)}"
+                f" it: {summarise_problems(problems)}"
             )
         return weights.placed(policy.abstract_trained, policy.architecture.num_layers, mesh)
 
@@ -228,7 +228,8 @@ def _check_targets(shapes: Mapping[str, Any], adapters: Adapters, path: Path) ->
             targets.add(match[1])
     if foreign or not shapes:
         raise UserError(
-            f"{path}: holds {summary(sorted(foreign)) or 'no adapters'}, which is not supported; only"
+            f"{path}: holds {summarise_problems(sorted(foreign)) or 'no adapters'}, which is not"
+            " supported; only"
             f" lora_A.weight and lora_B.weight of {'_proj, '.join(LORA_TARGETS)}_proj are. If the embeddings"
             " are those of the base, save the adapter again with PEFT's save_embedding_layers=False; else"
             f" {MERGE}"

@@ -30,11 +30,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import check_literal, read_json, wrap_disk_errors, write_json
-from calibadv_jax.policy.adapters import merge_params, merged
+from calibadv_jax.policy.adapters import fold_adapters, merge_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import placed_params, replicated
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
-from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summary, unflatten
+from calibadv_jax.policy.weights import WEIGHTS, flatten, shape_problems, summarise_problems, unflatten
 from calibadv_jax.snapshots.checkpoint import tensor_shapes
 from calibadv_jax.snapshots.huggingface import read_base_tensors
 from calibadv_jax.snapshots.weight_files import weights_hash
@@ -283,7 +283,7 @@ def _file(snapshot: Path, path: str, entries: Mapping[str, Any]) -> Path:
 
 def _raise_damage(snapshot: Path, problems: list[str]) -> None:
     if problems:
-        raise UserError(f"{snapshot}: damaged snapshot, publish it again; {summary(problems)}")
+        raise UserError(f"{snapshot}: damaged snapshot, publish it again; {summarise_problems(problems)}")
 
 
 def _check_shapes(snapshot: Path, tensors: Mapping[str, Any], policy: Policy) -> None:
@@ -291,7 +291,7 @@ def _check_shapes(snapshot: Path, tensors: Mapping[str, Any], policy: Policy) ->
     if problems:
         raise UserError(
             f"{snapshot}: snapshot of another policy; {len(problems)} tensor(s) do not fit:"
-            f" {summary(problems)}"
+            f" {summarise_problems(problems)}"
         )
 
 
@@ -310,7 +310,7 @@ def _with_base(adapters: Mapping[str, np.ndarray], manifest: Mapping[str, Any], 
     policy = Policy(architecture_from_hf(manifest["config"], f"{snapshot}: config"), Numerics())
     frozen = read_base_tensors(folder, policy, jnp.dtype(base["base_dtype"]))
     params = merge_params(frozen, unflatten(adapters))
-    merged_params = merged(params, base["scale"], jnp.dtype(base["dtype"]))
+    merged_params = fold_adapters(params, base["scale"], jnp.dtype(base["dtype"]))
     return {path: np.asarray(leaf) for path, leaf in flatten(merged_params).items()}
 
 

@@ -23,7 +23,7 @@ from retriever.interfaces import CorpusRow, Encoder, Hits, Ranker, Vectors
 SPARE = 16
 
 
-class Dense:
+class DenseRanker:
     """Ranks rows by an encoder and an index of vectors.
 
     Args:
@@ -153,7 +153,7 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) 
     vectors: Any = backend.open(path, manifest, options)
     _check_count(path, vectors.documents, corpus)
     check_dimension(path, vectors.dimension, encoder)
-    return Index(corpus, Dense(encoder, vectors), manifest)
+    return Index(corpus, DenseRanker(encoder, vectors), manifest)
 
 
 def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
@@ -181,7 +181,7 @@ def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:
         "factory": "Flat" if is_flat else header.kind.decode(),
         "bytes": path.stat().st_size,
     }
-    return Index(corpus, Dense(encoder, vectors), manifest)
+    return Index(corpus, DenseRanker(encoder, vectors), manifest)
 
 
 def _check_source(folder: Path, manifest: dict[str, Any], corpus: Corpus, options: IndexOptions) -> None:

@@ -37,7 +37,7 @@ def make_group(*members, question_id="q", failed=()) -> Group:
         error = "retriever: gone" if index in failed else None
         made = Trajectory(question, np.zeros(3, np.int32), list(turns), index, 0.0, error, bool(valid), score)
         trajectories.append(made)
-    return Group.of(question, trajectories)
+    return Group.from_attempts(question, trajectories)
 
 
 def _read_turn(turn: dict) -> Turn:

@@ -23,7 +23,7 @@ from calibadv_jax.config import LoraConfig, OptimizerConfig, SftPhase, ToolConfi
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_off
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
 from calibadv_jax.learner.batching import RowShape, Sample, pack, plan
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.optimizer import make_optimizer
@@ -202,14 +202,14 @@ def test_bad_chat_is_named(tmp_path, row, message):
 
 def test_share_of_questions_is_held_out():
     own = [Demonstration(replace(QUESTION, text=f"q{n // 3}"), (DemoTurn(ANSWER),)) for n in range(30)]
-    training, held_out = split_off(own, 0.2, seed=0)
+    training, held_out = split_held_out(own, 0.2, seed=0)
     assert len(held_out) == 6 and len(training) == 24
     assert not {item.question.text for item in training} & {item.question.text for item in held_out}
-    assert split_off(own, 0.2, seed=0) == (training, held_out) != split_off(own, 0.2, seed=1)
-    assert split_off(own, 0.0, seed=0) == (own, [])
-    assert len(split_off(own, 0.001, seed=0)[1]) == 3, "one question at least"
+    assert split_held_out(own, 0.2, seed=0) == (training, held_out) != split_held_out(own, 0.2, seed=1)
+    assert split_held_out(own, 0.0, seed=0) == (own, [])
+    assert len(split_held_out(own, 0.001, seed=0)[1]) == 3, "one question at least"
     with pytest.raises(UserError, match="sft.held_out=0.5 takes all 1 questions"):
-        split_off(own[:3], 0.5, seed=0)
+        split_held_out(own[:3], 0.5, seed=0)
 
 
 @pytest.mark.medium
@@ -233,7 +233,7 @@ def test_held_out_loss_is_the_token_mean(tmp_path):
     rule = make_optimizer(config.sft.optimizer, lambda _: 0.0)
     learner = Learner(model.policy, rule, model.mesh, LearnerOptions(8))
     params = initial_params(config, model, str(folder / "sft"))
-    _, demonstrations = split_off(load_demonstrations(path), 0.5, config.run.seed)
+    _, demonstrations = split_held_out(load_demonstrations(path), 0.5, config.run.seed)
     total, count = 0.0, 0
     for demonstration in demonstrations:
         sample = sft.encode_demonstration(demonstration, config, tokenizer, "sampled")

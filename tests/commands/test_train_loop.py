@@ -26,7 +26,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
-from calibadv_jax.distributed.process_group import Hosts
+from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.rollout_store.writer import RolloutWriter
@@ -123,8 +123,8 @@ def test_state_that_is_not_whole_is_not_saved(tmp_path, reason):
         if reason == "donated":
             jax.tree.leaves(state.learner_state)[0].delete()
         else:
-            state.hosts = Hosts()
-            state.hosts.in_step = False
+            state.process_group = ProcessGroup()
+            state.process_group.can_save_together = False
         raise Broken
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["0"]
 
@@ -153,7 +153,7 @@ def parts(tmp_path, monkeypatch):
     model = replace(MODEL, tokenizer_folder=tokenizer)
 
     @contextmanager
-    def opened(config, model, model_folder, snapshots, check, hosts):
+    def opened(config, model, model_folder, snapshots, check, process_group):
         made.order.append("rollouts")
         made.folders = model_folder, snapshots
         try:
@@ -170,7 +170,7 @@ def parts(tmp_path, monkeypatch):
 def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, capsys):
     folder, parts.rollouts = tmp_path / "run", ScriptedRollouts(fails_at=4)
     compared: list[str] = []  # among processes
-    monkeypatch.setattr(Hosts, "assert_equal", lambda _, name, value: compared.append(name))
+    monkeypatch.setattr(ProcessGroup, "assert_equal", lambda _, name, value: compared.append(name))
     fitting = {"rollout": {"max_prompt_length": 11}, "prompt": {"template": "{question}"}}
     config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):

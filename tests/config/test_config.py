@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from calibadv_jax.config import Config, OptimizerConfig, counterpart, dump_config, known_keys, load_config
+from calibadv_jax.config import Config, OptimizerConfig, dump_config, hint_for_key, known_keys, load_config
 from calibadv_jax.config.kept import newest_start
 from calibadv_jax.config.keys import PEER_PAGE, REMOVED, RENAMED, peer_keys
 from calibadv_jax.core.errors import UserError
@@ -160,7 +160,7 @@ def test_key_type_decides_how_override_is_read(write, override, expected):
 def test_every_peer_key_has_a_hint():
     for key in peer_keys():
         assert set(key.keys) <= known_keys().keys()
-        message = counterpart(f"+{key.name}")
+        message = hint_for_key(f"+{key.name}")
         assert ("did you mean" in message) == bool(key.keys) and (key.keys or key.note), key
         assert all(repr(name) in message for name in key.keys) and key.note in message, key
         assert key.trainer in message and (PEER_PAGE in message) == bool(key.trainer), key

@@ -81,7 +81,7 @@ def test_messages_name_the_variable(file, capsys):
     console.warn("srv --key hunter2 has ended")
     console.say("srv --key hunter2")
     with pytest.raises(SystemExit):
-        cli.end(lambda: (_ for _ in ()).throw(UserError("srv --key hunter2: no such program")))
+        cli.run_and_exit(lambda: (_ for _ in ()).throw(UserError("srv --key hunter2: no such program")))
     out, errors = capsys.readouterr()
     assert "hunter2" not in out + errors and (out + errors).count(COMMAND) == 3
 

@@ -7,7 +7,7 @@ import pytest
 from config_rig import changed
 
 from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
-from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.sections.section import Mark
 
 
@@ -122,12 +122,12 @@ EXPECTED = {
 @pytest.mark.parametrize("mark", Mark)
 def test_keys_have_their_marks(mark):
     keys = known_keys()
-    assert all(among(marked(mark), key) == among(EXPECTED[mark], key) for key in keys)
+    assert all(is_among(keys_with_mark(mark), key) == is_among(EXPECTED[mark], key) for key in keys)
 
 
 def test_mark_of_section_holds_for_its_keys():
-    assert among(marked(Mark.UNLEARNED), "sft.phases.0.steps")
-    assert among(marked(Mark.TUNED), "data.weights.nq") and not among(["run"], "runs.dir")
+    assert is_among(keys_with_mark(Mark.UNLEARNED), "sft.phases.0.steps")
+    assert is_among(keys_with_mark(Mark.TUNED), "data.weights.nq") and not is_among(["run"], "runs.dir")
 
 
 def test_derived_settings():

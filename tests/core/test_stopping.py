@@ -107,7 +107,7 @@ def test_unwaited_work_returns_value_or_error():
 
 
 def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
-    monkeypatch.setattr(stopping, "GRACE", 0.1)
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.1)
     left, go_on = [], threading.Event()
     monkeypatch.setattr(stopping.os, "_exit", lambda status: left.append(status))
 
@@ -121,9 +121,9 @@ def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
     stopping.exit_process("error: gone")
     assert left == [143, 1] and capsys.readouterr().err == "error: gone\n"
     go_on.set()
-    monkeypatch.setattr(stopping, "GRACE", 60.0)
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", 60.0)
     with pytest.raises(SystemExit) as end:
-        cli.end(lambda: sys.exit(143))
+        cli.run_and_exit(lambda: sys.exit(143))
     assert end.value.code == 143 and left == [143, 1]
 
 
@@ -143,17 +143,17 @@ def test_call_of_another_process_is_no_signal(monkeypatch, capfd):
     left = queue.SimpleQueue()
     monkeypatch.setattr(os, "_exit", left.put)
     with pytest.raises(SystemExit) as end, Stop() as stop, stop.held():
-        stop.call()
-        stop.call()
+        stop.request_stop()
+        stop.request_stop()
         os.kill(os.getpid(), signal.SIGTERM)
         while "a second" not in capfd.readouterr().err:
             assert left.empty()
         os.kill(os.getpid(), signal.SIGTERM)
         assert left.get() == 143
-    assert end.value.code == 143 and not stop.was_called
+    assert end.value.code == 143 and not stop.was_requested
     capfd.readouterr()
     with pytest.raises(SystemExit), Stop() as stop:
-        stop.call()
+        stop.request_stop()
     assert capfd.readouterr().err == "", "it says nothing of its end"
 
 

@@ -182,7 +182,7 @@ def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
 
 
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BATCH", 2)
+    monkeypatch.setattr(files, "BATCH_ROWS", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
         load_questions(write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, ASKED | {"answer": ""}))
 

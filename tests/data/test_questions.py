@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
 from calibadv_jax.data.files import source_of
-from calibadv_jax.data.layouts import without_nan
+from calibadv_jax.data.layouts import undo_pandas_number
 from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions, read_questions, select_evenly, write_questions
 
@@ -49,7 +49,7 @@ def test_key_with_dot_and_separator_answer_stay(tmp_path):
     path = write_rows(tmp_path / "q.jsonl", {"asked.text": "who?", "right": "|"})
     (question,) = load_questions(str(path), ColumnsConfig("asked.text", "right", "|"))
     assert (question.text, question.golden_answers) == ("who?", ("|",))
-    assert without_nan(float("inf")) is None
+    assert undo_pandas_number(float("inf")) is None
 
 
 def test_row_without_answer_names_its_layouts_source(tmp_path):
@@ -288,12 +288,12 @@ def test_too_easy_or_hard_question_is_skipped_once():
         "q5": [],  # all trajectories failed
     }.items():
         first.note(name, scores)
-    assert first.resting == 2
+    assert first.num_resting == 2
     resumed.set_state(json.loads(json.dumps(first.get_state())))
     for item in (first, resumed):
         expected = ["q0", *(f"q{number}" for number in range(3, 20)), *(f"q{number}" for number in range(5))]
         assert [next(item).id for _ in expected] == expected
-        assert item.get_state() == {"drawn": 45} and item.resting == 0
+        assert item.get_state() == {"drawn": 45} and item.num_resting == 0
 
 
 def test_by_default_no_question_rests():

@@ -38,23 +38,23 @@ class KeyValueStore:
 
 
 def run_all(work, count=2, left=0):
-    """Do a function of a process' hosts in several of them at once; return its result or error in each."""
+    """Do a function of a process group in several of them at once; return its result or error in each."""
     notes, made = KeyValueStore(), []
 
     def run_process(index):
-        hosts = MultiProcessGroup(notes, index, count, timeout=5.0)
-        made.append(hosts)
+        process_group = MultiProcessGroup(notes, index, count, timeout=5.0)
+        made.append(process_group)
         try:
-            return work(hosts), hosts.in_step
+            return work(process_group), process_group.can_save_together
         except BaseException as error:
-            return error, hosts.in_step
+            return error, process_group.can_save_together
 
     try:
         with ThreadPoolExecutor(count) as threads:
             results = list(threads.map(run_process, range(count)))
     finally:
-        for hosts in made:
-            hosts.watchdog.close()
+        for process_group in made:
+            process_group.watchdog.close()
     kept = [key for key in notes.kept if key.startswith("calibadv_exchange")]
     assert len(kept) <= (left or count)  # of the last barrier alone
     return results

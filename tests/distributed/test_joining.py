@@ -17,12 +17,12 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.distributed.joining import (
     KEYS,
     _check_processes,
-    alone,
     describe_processes,
     init_distributed,
-    own_workers,
+    require_single_process,
+    workers_of_process,
 )
-from calibadv_jax.distributed.process_group import Hosts
+from calibadv_jax.distributed.process_group import ProcessGroup
 
 ADDRESS = {"coordinator_address": "a:1"}
 PAIR = ADDRESS | {"num_processes": 2, "process_id": 1}
@@ -58,10 +58,12 @@ def test_keys_and_environment_number_the_process(monkeypatch, keys, variables, w
         return
     assert describe_processes(config) == [words] * bool(words)
     with pytest.raises(UserError, match="calibadv export runs in") if words else nullcontext():
-        alone(config.distributed, "export")
+        require_single_process(config.distributed, "export")
     if not words:
-        with init_distributed(config) as hosts:
-            assert hosts.count == 1 and hosts.is_first and hosts.in_step
+        with init_distributed(config) as process_group:
+            assert (
+                process_group.process_count == 1 and process_group.is_main and process_group.can_save_together
+            )
         assert jax._src.distributed.global_state.client is None
 
 
@@ -79,15 +81,15 @@ WORKERS = [f"http://node{number}:8100" for number in range(5)]
 )
 def test_process_has_its_own_vllm_workers(sampler, shares):
     config = SamplerConfig(name="vllm", **sampler)
-    sections = [own_workers(config, index, len(shares)) for index in range(len(shares))]
+    sections = [workers_of_process(config, index, len(shares)) for index in range(len(shares))]
     assert [section.urls or section.worker_devices for section, _ in sections] == shares
     assert [first for _, first in sections] == [sum(map(len, shares[:index])) for index in range(len(shares))]
     if "workers" in sampler:
         assert [section.workers for section, _ in sections] == [len(share) for share in shares]
-    assert own_workers(config, 0, 1) == (config, 0)
+    assert workers_of_process(config, 0, 1) == (config, 0)
 
 
-class OnMachines(Hosts):
+class OnMachines(ProcessGroup):
     """All processes have the same config and devices."""
 
     count = 2
@@ -133,19 +135,20 @@ SLURM = {"STEP_NODELIST": "127.0.0.1", "NTASKS": "1", "PROCID": "0", "LOCALID": 
 def refuse():
     raise UserError("run.dir=x holds another experiment")
 
-def save(hosts, name, folder):
+def save(process_group, name, folder):
     from calibadv_jax.snapshots.checkpoint import CheckpointStore
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    whole = np.random.default_rng(0).random((hosts.count, 80_000), np.float32)
+    whole = np.random.default_rng(0).random((process_group.process_count, 80_000), np.float32)
     state = {"params": jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])}
-    store = CheckpointStore(Path(folder) / "checkpoints", 9, name == "asynchronous", hosts.save_barrier())
+    barrier = process_group.save_barrier()
+    store = CheckpointStore(Path(folder) / "checkpoints", 9, name == "asynchronous", barrier)
     for step in range(1, 9):
-        if (name, hosts.index, step) == ("lost", 2, 2):
+        if (name, process_group.process_index, step) == ("lost", 2, 2):
             raise EnvironmentFailure("no disk")
         store.save(step, state, {"step": step})
-        with hosts.barrier("checkpoint"):
+        with process_group.barrier("checkpoint"):
             store.wait()
     store.close()
 
@@ -161,21 +164,22 @@ def work(name, index, port):
     jax.config.update("jax_num_cpu_devices", 1 + index * (name == "devices"))
     section = DistributedConfig(**place, timeout=5.0)
     config = Config(distributed=section, run=RunConfig(seed=index * (name == "config")))
-    with joining.init_distributed(config) as hosts:
+    with joining.init_distributed(config) as process_group:
         if name == "fault" and index:
             raise ValueError("a fault")
         if name == "disk" and index:
             raise OSError(28, "No space left on device", "metrics.jsonl")
         if name == "first":
-            hosts.run_on_main_and_broadcast("folder", refuse)
+            process_group.run_on_main_and_broadcast("folder", refuse)
         if len(sys.argv) > 2:
-            return save(hosts, name, sys.argv[2])
+            return save(process_group, name, sys.argv[2])
         if name == "kill":  # while the others wait for it in a program of all devices
             if index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             multihost_utils.process_allgather(np.zeros(9))
-        values = hosts.exchange("values", np.full(5 + 9995 * index, index))  # a short and a long one
-        sys.stderr.write(f"{hosts.count} of {[(len(each), int(each.sum())) for each in values]}")
+        values = process_group.all_gather("values", np.full(5 + 9995 * index, index))  # short, long
+        sums = [(len(each), int(each.sum())) for each in values]
+        sys.stderr.write(f"{process_group.process_count} of {sums}")
 
 places, statuses = {}, {}
 for name, index, port, path in json.loads(sys.argv[1]):

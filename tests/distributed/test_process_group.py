@@ -10,37 +10,37 @@ import pytest
 from process_rig import run_all
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.core.stopping import CALLED, Stop
+from calibadv_jax.core.stopping import REMOTE_STOP_STATUS, Stop
 from calibadv_jax.distributed import all_gather
 from calibadv_jax.distributed.all_gather import AllGather
-from calibadv_jax.distributed.process_group import ALONE
+from calibadv_jax.distributed.process_group import SINGLE_PROCESS
 from calibadv_jax.distributed.watchdog import STOPPING
 
 
 def check_stopped(results, status=130):
     """All have stopped in step with the status of a signal."""
-    for error, in_step in results:
-        assert isinstance(error, SystemExit) and error.code == status and in_step
+    for error, can_save_together in results:
+        assert isinstance(error, SystemExit) and error.code == status and can_save_together
 
 
 def test_exchange_keeps_the_order_of_processes():
-    def work(hosts):
+    def work(process_group):
         values = [
-            hosts.exchange("a", hosts.index),
-            hosts.run_on_main_and_broadcast("b", lambda: f"from {hosts.index}"),
+            process_group.all_gather("a", process_group.process_index),
+            process_group.run_on_main_and_broadcast("b", lambda: f"from {process_group.process_index}"),
         ]
-        hosts.final_barrier()  # it ends the watchdog
-        assert not hosts.watchdog._thread.is_alive()
-        return values, hosts.machines, hosts.describe_process(2)
+        process_group.final_barrier()  # it ends the watchdog
+        assert not process_group.watchdog._thread.is_alive()
+        return values, process_group.machines, process_group.describe_process(2)
 
     host = socket.gethostname()
     ((values, machines, name), _), *others = run_all(work, 3)
     assert values == [[0, 1, 2], "from 0"] and [other[0][0] for other in others] == [values] * 2
     assert machines == [host] * 3 and name == f"process 2 ({host})"
     assert (
-        ALONE.exchange("a", 7) == [7]
-        and ALONE.run_on_main_and_broadcast("b", lambda: 8) == 8
-        and ALONE.is_first
+        SINGLE_PROCESS.all_gather("a", 7) == [7]
+        and SINGLE_PROCESS.run_on_main_and_broadcast("b", lambda: 8) == 8
+        and SINGLE_PROCESS.is_main
     )
 
 
@@ -55,9 +55,9 @@ def test_exchange_keeps_the_order_of_processes():
     ids=repr,
 )
 def test_error_ends_all_processes_with_its_kind(raised, status):
-    def work(hosts):
-        with hosts.barrier("record"):
-            if hosts.index:
+    def work(process_group):
+        with process_group.barrier("record"):
+            if process_group.process_index:
                 raise raised
 
     (first, is_in_step), (second, other_is_in_step) = run_all(work)
@@ -67,13 +67,13 @@ def test_error_ends_all_processes_with_its_kind(raised, status):
 
 
 def test_signal_stops_all_at_the_next_barrier():
-    def work(hosts):
+    def work(process_group):
         stop = Stop()
-        with hosts.steps(stop):
-            if hosts.index:
+        with process_group.stop_at_barriers(stop):
+            if process_group.process_index:
                 stop.status = 130  # as its handler sets it within held work
-            with hosts.local_work("rollout"):
-                assert not hosts.index, "nothing begins any more"
+            with process_group.local_work("rollout"):
+                assert not process_group.process_index, "nothing begins any more"
 
     check_stopped(run_all(work))
 
@@ -82,12 +82,15 @@ def test_signal_stops_all_at_the_next_barrier():
 def test_signal_to_a_waiting_process_stops_both(called):
     """It waits for the rollouts of the one that is called: both stop at this barrier, with its status."""
 
-    def work(hosts):
+    def work(process_group):
         stop = Stop()
-        with hosts.steps(stop), hosts.local_work("rollout"):
-            if hosts.index == called:
-                stop.was_called, stop.status = True, CALLED  # as `Stop.call` in its main thread
-                raise SystemExit(CALLED)
+        with process_group.stop_at_barriers(stop), process_group.local_work("rollout"):
+            if process_group.process_index == called:
+                stop.was_requested, stop.status = (
+                    True,
+                    REMOTE_STOP_STATUS,
+                )  # as `Stop.request_stop` in its main thread
+                raise SystemExit(REMOTE_STOP_STATUS)
             stop.status = 130
 
     check_stopped(run_all(work))
@@ -96,12 +99,12 @@ def test_signal_to_a_waiting_process_stops_both(called):
 def test_signal_while_waiting_is_noted_for_the_others(monkeypatch):
     monkeypatch.setattr(all_gather, "POLL_MILLISECONDS", 20)
 
-    def work(hosts):
+    def work(process_group):
         stop = Stop()
-        with hosts.steps(stop), hosts.barrier("record"):
-            if hosts.is_first:
+        with process_group.stop_at_barriers(stop), process_group.barrier("record"):
+            if process_group.is_main:
                 stop.status = 130
-            while hosts.index and (STOPPING, 0) not in hosts.watchdog._read_notes():
+            while process_group.process_index and (STOPPING, 0) not in process_group.watchdog._read_notes():
                 time.sleep(0.01)
 
     check_stopped(run_all(work))
@@ -114,14 +117,14 @@ def test_error_without_the_others_is_out_of_step(monkeypatch, reason):
 
     gone = jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
 
-    def work(hosts):
-        hosts._timeout = 0.1
-        hosts.out_of_step()
-        if not hosts.index:
+    def work(process_group):
+        process_group._timeout = 0.1
+        process_group.mark_desynchronized()
+        if not process_group.process_index:
             return None
         if reason == "gone":
-            hosts._all_gather._client = Mock(**{"blocking_key_value_get_bytes.side_effect": gone})
-        with hosts.barrier("record"):
+            process_group._all_gather._client = Mock(**{"blocking_key_value_get_bytes.side_effect": gone})
+        with process_group.barrier("record"):
             raise UserError("data.train: no such file")
 
     (_, first), (error, second) = run_all(work, left=3)
@@ -140,16 +143,16 @@ def test_signal_within_a_barrier_stops_at_the_next(monkeypatch):
 
     monkeypatch.setattr(AllGather, "_wait", late)
 
-    def work(hosts):
-        hosts.stop, hosts.met = Stop(), 0
-        if hosts.is_first:
-            first.append(hosts)
-        with hosts.steps(hosts.stop):
+    def work(process_group):
+        process_group.stop, process_group.met = Stop(), 0
+        if process_group.is_main:
+            first.append(process_group)
+        with process_group.stop_at_barriers(process_group.stop):
             try:
-                for hosts.met in range(1, 6):
-                    hosts.exchange("groups", hosts.met)
+                for process_group.met in range(1, 6):
+                    process_group.all_gather("groups", process_group.met)
             finally:
-                assert hosts.met == 3
+                assert process_group.met == 3
 
     check_stopped(run_all(work), 143)
 
@@ -158,24 +161,24 @@ def test_late_note_of_a_stop_is_harmless():
     """It comes after the barrier, while a process saves; or to one that a full disk ends already."""
     saved = []
 
-    def save(hosts):
+    def save(process_group):
         with Stop() as stop:
             try:
-                with hosts.steps(stop), hosts.barrier("checkpoint"):
-                    if hosts.is_first:
+                with process_group.stop_at_barriers(stop), process_group.barrier("checkpoint"):
+                    if process_group.is_main:
                         raise UserError("run.mirror was taken over")
             finally:
-                hosts.on_other_process_stopping()
+                process_group.on_other_process_stopping()
                 with stop.held():
-                    saved.append(hosts.index)
+                    saved.append(process_group.process_index)
 
-    def fill_disk(hosts):
-        with hosts.steps(Stop()):
+    def fill_disk(process_group):
+        with process_group.stop_at_barriers(Stop()):
             pass
         try:
             raise OSError(28, "No space left on device")
         finally:
-            hosts.on_other_process_stopping()
+            process_group.on_other_process_stopping()
 
     (first, _), (second, _) = run_all(save)
     assert str(first) == "run.mirror was taken over" and sorted(saved) == [0, 1]
@@ -187,20 +190,27 @@ def test_late_note_of_a_stop_is_harmless():
 def test_difference_stops_all_at_one_step(in_rollouts):
     """In rollouts, as where tied groups would give way in one process, and in the other would not."""
 
-    def work(hosts):
+    def work(process_group):
         with ExitStack() as stack:
             if in_rollouts:
-                stack.enter_context(hosts.steps(Stop()))
-                stack.enter_context(hosts.local_work("rollout"))
-            hosts.assert_equal("score of a group", lambda: [[0.0, float(hosts.index)]])
+                stack.enter_context(process_group.stop_at_barriers(Stop()))
+                stack.enter_context(process_group.local_work("rollout"))
+            process_group.assert_equal(
+                "score of a group", lambda: [[0.0, float(process_group.process_index)]]
+            )
 
-    for error, in_step in run_all(work):
-        assert isinstance(error, UserError) and in_step
+    for error, can_save_together in run_all(work):
+        assert isinstance(error, UserError) and can_save_together
         assert "has another score of a group than process" in str(error)
 
 
 def test_processes_at_different_barriers_fail():
-    errors = [error for error, _ in run_all(lambda hosts: hosts.exchange(f"from {hosts.index}", 0))]
+    errors = [
+        error
+        for error, _ in run_all(
+            lambda process_group: process_group.all_gather(f"from {process_group.process_index}", 0)
+        )
+    ]
     assert all(isinstance(error, RuntimeError) and "is at the barrier" in str(error) for error in errors)
 
 
@@ -210,9 +220,9 @@ def test_separate_run_folders_are_refused(tmp_path, is_one):
     for folder in folders:
         folder.mkdir(exist_ok=True)
 
-    def work(hosts):
-        hosts._timeout = 0.2
-        hosts.share("run.dir", folders[hosts.index])
+    def work(process_group):
+        process_group._timeout = 0.2
+        process_group.assert_shared_folder("run.dir", folders[process_group.process_index])
         return "shared"
 
     (first, _), (second, _) = run_all(work)

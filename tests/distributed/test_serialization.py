@@ -12,7 +12,9 @@ from calibadv_jax.distributed.serialization import from_bytes, to_bytes
 def test_trajectories_are_restored_and_nothing_else():
     question, tokens = Question("q", "who?", ("Ann",), "toy"), np.arange(3, dtype=np.int32)
     turn = Turn("search", tokens, np.float32([-1, -2, -0.1]), documents=(Document("1", "T", "x"),))
-    group = Group.of(question, [Trajectory(question, tokens, [turn], metrics={"judge": np.float64(0.5)})])
+    group = Group.from_attempts(
+        question, [Trajectory(question, tokens, [turn], metrics={"judge": np.float64(0.5)})]
+    )
     restored = from_bytes(to_bytes({3: group}))[3]
     assert restored.question == question and restored.trajectories[0].turns[0].documents == turn.documents
     assert restored.trajectories[0].turns[0].logprobs.tobytes() == turn.logprobs.tobytes()

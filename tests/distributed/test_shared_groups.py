@@ -12,16 +12,16 @@ from calibadv_jax.distributed.shared_groups import SharedGroups
 QUESTIONS = [Question(f"q{number}", "?", ("a",), "toy") for number in range(5)]
 
 
-def begin_all(hosts, run_ahead):
+def begin_all(process_group, run_ahead):
     """Shared groups, the futures of all groups, and those of the groups that this process writes."""
     own = {}
-    shared = SharedGroups(lambda number, _: own.setdefault(number, Future()), hosts, run_ahead)
+    shared = SharedGroups(lambda number, _: own.setdefault(number, Future()), process_group, run_ahead)
     return shared, [shared.begin(number, question) for number, question in enumerate(QUESTIONS)], own
 
 
 def test_process_writes_its_share_and_gets_all():
-    def work(hosts):
-        shared, futures, own = begin_all(hosts, run_ahead=False)
+    def work(process_group):
+        shared, futures, own = begin_all(process_group, run_ahead=False)
         for number, future in own.items():
             question = QUESTIONS[number]
             future.set_result(Group(question, [Trajectory(question, np.arange(number + 1))]))
@@ -38,8 +38,8 @@ def test_groups_that_run_ahead_come_one_by_one(monkeypatch):
     """In the same order to all: which groups a step trains must not depend on who wrote them."""
     monkeypatch.setattr(shared_groups, "EXCHANGE_SECONDS", 0.01)
 
-    def work(hosts):
-        shared, futures, own = begin_all(hosts, run_ahead=True)
+    def work(process_group):
+        shared, futures, own = begin_all(process_group, run_ahead=True)
         order = []
         for number in (3, 0, 1, 2):
             if number in own:
@@ -55,8 +55,8 @@ def test_groups_that_run_ahead_come_one_by_one(monkeypatch):
 def test_cancelled_group_is_not_written():
     """As when a run goes back to a checkpoint while groups run ahead."""
 
-    def work(hosts):
-        _, futures, own = begin_all(hosts, run_ahead=True)
+    def work(process_group):
+        _, futures, own = begin_all(process_group, run_ahead=True)
         for future in futures:
             future.cancel()
         return {future.cancelled() for future in own.values()}

@@ -11,7 +11,7 @@ from test_architecture import FLOORS
 
 from calibadv_jax import cli
 from calibadv_jax.config import known_keys, load_config
-from calibadv_jax.metrics.catalogue import find
+from calibadv_jax.metrics.catalogue import find_metric
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS_OF_PAGES = ("", "docs", "benchmarks", "experiments")
@@ -61,7 +61,7 @@ def test_keys_and_metrics_of_a_page_exist(name):
     keys = set(re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", text)) - {"metrics.jsonl", "retriever.log"}
     assert not [key for key in keys if key not in known_keys()]
     metrics = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+)(?:/<\w+>)?`", text))
-    assert not [metric for metric in metrics if not (find(metric) or find(f"{metric}/x"))]
+    assert not [metric for metric in metrics if not (find_metric(metric) or find_metric(f"{metric}/x"))]
 
 
 def test_commands_of_the_readme_work():

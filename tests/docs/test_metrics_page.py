@@ -21,7 +21,7 @@ from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.stopping import Stop
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.metrics.catalogue import Metric, authors_names, find, metrics
+from calibadv_jax.metrics.catalogue import Metric, authors_names, find_metric, metrics
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.state import RunState
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
@@ -112,7 +112,7 @@ def cold_start(tmp_path_factory):
 
 
 def test_every_logged_name_is_documented(training, cold_start):
-    assert not sorted(name for name in training | cold_start if find(name) is None)
+    assert not sorted(name for name in training | cold_start if find_metric(name) is None)
 
 
 def test_every_documented_name_is_logged(training, cold_start):
@@ -129,11 +129,11 @@ def test_names_and_the_authors_names():
     assert authors_names("reward/mean") == ["critic/score/mean"]
     assert authors_names("rollout/searches/mean") == ["env/number_of_valid_search"]
     assert authors_names("actor/loss") == []
-    assert find("critic/score/max") == find("reward/max") is not None
-    assert find("rollout/failed/retriever").unit == "trajectories"
-    assert find("eval/nq/f1/greedy") is not None
-    assert find("eval/hotpotqa/hotpot_qa/f1/greedy") is find("eval/nq/f1/greedy")
-    assert find("eval/nq/f1") is find("reward/means") is None
+    assert find_metric("critic/score/max") == find_metric("reward/max") is not None
+    assert find_metric("rollout/failed/retriever").unit == "trajectories"
+    assert find_metric("eval/nq/f1/greedy") is not None
+    assert find_metric("eval/hotpotqa/hotpot_qa/f1/greedy") is find_metric("eval/nq/f1/greedy")
+    assert find_metric("eval/nq/f1") is find_metric("reward/means") is None
 
 
 def test_metrics_page_is_current():

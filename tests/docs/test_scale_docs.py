@@ -20,7 +20,7 @@ from calibadv_jax.contrib.planning.hardware import FRACTION
 from calibadv_jax.contrib.planning.memory import (
     GIB,
     estimate_memory,
-    held_beside,
+    memory_beside,
     peak_memory,
     program_memory,
 )
@@ -80,7 +80,7 @@ def test_planned_rows_equal_the_command(row, monkeypatch):
     at_once = {name: float(cell.strip("*").rpartition("(")[2].rstrip(")")) for name, cell in cells if cell}
     for programs in (("update",), ("apply",), ("prefill", "decode")):
         if names := at_once.keys() & programs:
-            counted = max(parts[name] + held_beside(run_plan.estimate, name) for name in names) / GIB
+            counted = max(parts[name] + memory_beside(run_plan.estimate, name) for name in names) / GIB
             assert 1 / 1.15 < counted / max(at_once[name] for name in names) < 1.15, programs
 
 

@@ -19,14 +19,20 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.evaluation import report
 from calibadv_jax.evaluation.records import (
     RowFile,
-    identity,
-    key_of,
+    evaluation_identity,
     make_row,
     pass_at_k,
     question_scores,
     read_scores,
+    row_key,
 )
-from calibadv_jax.evaluation.report import ScoreReport, interval, intervals_of_sums, metric_names, summarise
+from calibadv_jax.evaluation.report import (
+    ScoreReport,
+    bootstrap_interval,
+    bootstrap_intervals_of_sums,
+    metric_names,
+    summarise,
+)
 from calibadv_jax.evaluation.statistics import compare_paired
 from calibadv_jax.metrics.console import Console
 
@@ -58,7 +64,7 @@ def test_row_has_scores_of_finished_attempts_alone(method):
     assert [attempt["scores"].get("em") for attempt in scored["trajectories"]] == [None, 1.0, 0.0]
     assert (scored["scores"]["em"], scored["scores"]["pass@2"]) == (0.5, 1.0)
     assert ("format" in scored["scores"]) == (method == "agent")
-    assert (key_of(scored), scored["question"]) == (("0.5", "nq", "1"), "Who?")
+    assert (row_key(scored), scored["question"]) == (("0.5", "nq", "1"), "Who?")
 
 
 def row(number, source="nq", temperature="0", evaluation="e", scores=None, error=None):
@@ -83,7 +89,7 @@ def test_transcripts_stay_on_disk(tmp_path):
         file.add(row(number, scores={"em": 0.0}))
         file.add(row(number))  # the newest row of a question counts
     assert all(scored["trajectories"] == [{"error": None}] for scored in file.rows.values())
-    order = [key_of(row(number)) for number in (3, 1)]
+    order = [row_key(row(number)) for number in (3, 1)]
     rows = [(scored["id"], scored["scores"]["em"]) for scored in file.finish(order)]
     assert rows == [("3", 1.0), ("1", 1.0)]
     assert [json.loads(line) for line in path.read_text().splitlines()] == [row(3), row(1)]
@@ -121,15 +127,17 @@ def test_intervals_resample_within_each_data_source():
     rows = [row(n, source, scores={"em": em}) for source, some in scores.items() for n, em in enumerate(some)]
     summary = summarise(rows, resamples=500, confidence=0.9).intervals["0"]
     arrays = {source: np.array(some) for source, some in scores.items()}
-    assert summary["average"]["em"] == interval(list(arrays.values()), 0.9, 500)
-    assert summary["nq"]["em"] == interval([arrays["nq"]], 0.9, 500)
-    assert summary["all"]["em"] == interval([np.concatenate(list(arrays.values()))], 0.9, 500)
+    assert summary["average"]["em"] == bootstrap_interval(list(arrays.values()), 0.9, 500)
+    assert summary["nq"]["em"] == bootstrap_interval([arrays["nq"]], 0.9, 500)
+    assert summary["all"]["em"] == bootstrap_interval([np.concatenate(list(arrays.values()))], 0.9, 500)
     assert summary["all"]["em"] != summary["average"]["em"]
 
 
 def identity_of(hashes=None, texts=("Who?",), **sections):
     questions = [replace(QUESTION, text=text) for text in texts]
-    return identity(parse_config(json.dumps(sections), "config.yaml"), {}, {}, questions, hashes or {})
+    return evaluation_identity(
+        parse_config(json.dumps(sections), "config.yaml"), {}, {}, questions, hashes or {}
+    )
 
 
 def vllm(**sampler):
@@ -201,9 +209,9 @@ FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
 SECOND = np.array([0.2, 0.8, 0.6])
 
 
-@pytest.mark.parametrize("elements", [report.ELEMENTS, 70])  # 70: eleven resamples at a time
+@pytest.mark.parametrize("elements", [report.RESAMPLED_ELEMENTS, 70])  # 70: eleven resamples at a time
 def test_interval_is_that_of_scipy(monkeypatch, elements):
-    monkeypatch.setattr(report, "ELEMENTS", elements)
+    monkeypatch.setattr(report, "RESAMPLED_ELEMENTS", elements)
     expected = bootstrap(
         (FIRST, SECOND),
         lambda first, second, axis: (np.mean(first, axis=axis) + np.mean(second, axis=axis)) / 2,
@@ -215,7 +223,9 @@ def test_interval_is_that_of_scipy(monkeypatch, elements):
         method="percentile",
         rng=random_state(0, 0, "bootstrap"),
     ).confidence_interval
-    assert interval([FIRST, SECOND], 0.9, 500) == pytest.approx((expected.low, expected.high), rel=1e-14)
+    assert bootstrap_interval([FIRST, SECOND], 0.9, 500) == pytest.approx(
+        (expected.low, expected.high), rel=1e-14
+    )
 
 
 def test_interval_of_sums_resamples_rows():
@@ -227,15 +237,15 @@ def test_interval_of_sums_resamples_rows():
     def ratio(drawn):
         return drawn[:, :1] / drawn[:, 1:]
 
-    bounds = intervals_of_sums(sums, ratio, 0.8, 40_000)
+    bounds = bootstrap_intervals_of_sums(sums, ratio, 0.8, 40_000)
     assert bounds.shape == (1, 2) and bounds[0] == pytest.approx(expected, abs=0.01)
 
 
 def test_interval_is_repeatable_and_needs_two_questions():
-    assert interval([FIRST], 0.95, 100) == interval([FIRST], 0.95, 100)
-    assert interval([FIRST, SECOND[:1]], 0.95, 100) is None
-    assert interval([FIRST], 0.95, 0) is None
-    assert interval([np.ones(5)], 0.95, 100) == (1, 1)
+    assert bootstrap_interval([FIRST], 0.95, 100) == bootstrap_interval([FIRST], 0.95, 100)
+    assert bootstrap_interval([FIRST, SECOND[:1]], 0.95, 100) is None
+    assert bootstrap_interval([FIRST], 0.95, 0) is None
+    assert bootstrap_interval([np.ones(5)], 0.95, 100) == (1, 1)
 
 
 def means_of_sources(choices, *per_source):

@@ -34,7 +34,7 @@ def refuses_full_disk(disk, path, command, capsys):
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(cli, "exit_process", sys.exit)  # whatever threads other tests have left
-        cli.end(command)
+        cli.run_and_exit(command)
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert str(path) in line and "No space left on device" in line
     assert sorted(place for place in disk.rglob("*") if place.is_file()) == before

@@ -99,7 +99,7 @@ class ScriptedRollouts:
         self.fails_at, self.begun, self.loaded, self.logprobs = fails_at, [], [], {}
         self.seed = 0
 
-    def progress(self, of_collect=False):
+    def progress(self, of_evaluation=False):
         return lambda: (0, 0, "")
 
     def begin(self, number, question):

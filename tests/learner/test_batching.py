@@ -35,8 +35,8 @@ def test_content_depends_on_every_array(name):
     changed = getattr(samples[1], name).copy()
     changed[-1] = not changed[-1] if name == "mask" else changed[-1] + 1
     other = [samples[0], dataclasses.replace(samples[1], **{name: changed})]
-    content = batching.content_of(samples)
-    assert content == batching.content_of([make(5, 2), make(3, 1)]) != batching.content_of(other)
+    content = batching.content_hash(samples)
+    assert content == batching.content_hash([make(5, 2), make(3, 1)]) != batching.content_hash(other)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tiny_policy import NARROW, mesh_of, single_device, tiny
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner import critic as critics
-from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, critic_params, learn_values
+from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_params, learn_values, make_critic
 from calibadv_jax.learner.learner import LearnerOptions, init_params
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.adapters import Adapters
@@ -57,7 +57,7 @@ def critic_sample(seed, score):
 
 def test_critic_shares_parameters_except_the_head():
     policy, mesh = tiny(CONFIG), mesh_of(fsdp=4, tensor=2)
-    critic, params = critic_of(policy), init_params(policy, mesh, 0)
+    critic, params = make_critic(policy), init_params(policy, mesh, 0)
     value_params, shardings = (
         critic_params(critic, params, mesh),
         param_shardings(critic.abstract_params, mesh),
@@ -74,7 +74,7 @@ def test_critic_shares_parameters_except_the_head():
 def test_critic_learns_returns(adapters):
     """Values stand before the token that they are of, and training brings them to the returns."""
     policy, mesh = tiny(CONFIG, adapters), single_device()
-    critic, params = critic_of(policy), init_params(policy, mesh, 0)
+    critic, params = make_critic(policy), init_params(policy, mesh, 0)
     learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, pack_length=16))
     state = learner.init(critic_params(critic, params, mesh))
     if adapters:  # are trained with the head; the base is the policy's own
@@ -91,7 +91,7 @@ def test_critic_learns_returns(adapters):
     assert losses[-1] < 0.3 * losses[0]
     names = ("loss", "clipfrac", "grad_norm", "skipped", "updates")
     assert set(metrics) == {f"critic/{name}" for name in names}
-    decoder = critic.merge(learner.whole(state["params"]))
+    decoder = critic.merge(learner.with_base(state["params"]))
     predicted = sample_logprobs(learner, state["params"], samples, config)
     for trained, values in zip(samples, predicted, strict=True):
         row = trained.tokens[None]

@@ -130,7 +130,7 @@ def test_eight_devices_make_the_updates_of_one(trained):
 
 
 def test_written_files_load_in_peft_and_transformers(trained):
-    params = trained.learner.whole(trained.state["params"])
+    params = trained.learner.with_base(trained.state["params"])
     expected = row_logits(trained.policy, params, trained.tokens[None])[0]
     folder = save_adapters(trained.state["params"], trained.adapters, "o/n@v1", trained.folder / "ours", None)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -138,7 +138,7 @@ def test_written_files_load_in_peft_and_transformers(trained):
     np.testing.assert_allclose(torch_logits(again, trained.tokens), expected, atol=1e-5)
     named = peft.PeftConfig.from_pretrained(folder)
     assert (named.base_model_name_or_path, named.revision) == ("o/n", "v1")
-    merged = trained.policy.merged(params, "float32")
+    merged = trained.policy.fold_adapters(params, "float32")
     whole = save_folder(merged, trained.hf_config, trained.folder / "whole", "float32", None)
     np.testing.assert_allclose(
         torch_logits(load(whole, dtype=torch.float32), trained.tokens), expected, atol=1e-5

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from loss_cases import batch_of, columns, packed, sample
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.config.sections.learner import BY_SEQUENCE, LOSS_KEYS
+from calibadv_jax.config.sections.learner import LOSS_KEYS, SEQUENCE_LOSSES
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batch_factors import TrainedTokens
 from calibadv_jax.learner.batching import pack
@@ -523,7 +523,7 @@ def test_documented_loss_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", LOSS_KEYS)
 def test_loss_reads_its_own_keys_only(name):
     """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
-    assert LOSS_KEYS.keys() == LOSSES.keys() > set(BY_SEQUENCE)
+    assert LOSS_KEYS.keys() == LOSSES.keys() > set(SEQUENCE_LOSSES)
     config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
 
     class Recorder:

@@ -11,7 +11,7 @@ from tiny_policy import GROUPED, Letters, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.contrib import probe
-from calibadv_jax.contrib.probe import BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
+from calibadv_jax.contrib.probe import ANSWER_BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
@@ -48,7 +48,7 @@ def make_group(number, golden=("Ann", "Bo"), searches=(2, 1, 0), **openings):
     return Group(question, trajectories)
 
 
-def alone(learner, params, prefix, answer, beginning=BEGINNING):
+def alone(learner, params, prefix, answer, beginning=ANSWER_BEGINNING):
     """Mean log-probability of the answer's tokens, computed by itself."""
     tokens = np.array([[*prefix, *map(ord, beginning + answer)]], np.int32)
     decoder = learner.policy.merge(params)
@@ -80,7 +80,7 @@ def test_probe_equals_separate_forward_passes(learner, policies, pack_length, op
     groups = [make_group(0, **openings), make_group(1, golden=("Cy",), searches=(1,), **openings)]
     config = LearnerConfig(pack_length=pack_length, row_widths=2, share_prefixes=shares)
     probed, metrics = with_golden_logprobs(learner, policies, groups, config, Letters())
-    first, later = (BEGINNING.removeprefix(tag) for tag in opened)
+    first, later = (ANSWER_BEGINNING.removeprefix(tag) for tag in opened)
     for policy, params in policies.items():
         values = []
         for group, answer in zip(probed, (" Ann", " Cy"), strict=True):
@@ -111,7 +111,7 @@ def test_long_golden_answer_is_cut(learner, policies):
     group, params = make_group(0, ("mute", "x" * 200), (0,)), policies["a"]
     config = LearnerConfig(pack_length=80)
     (probed,), metrics = with_golden_logprobs(learner, {"a": params}, [group], config, Deaf())
-    count = PROBE_TOKENS - len(BEGINNING)
+    count = PROBE_TOKENS - len(ANSWER_BEGINNING)
     expected = alone(learner, params, group.trajectories[0].prompt_ids, " " + "x" * (count - 1))
     assert golden_logprobs(probed, "a")[0] == [pytest.approx(expected, rel=1e-4), None]
     assert metrics["advantage/golden/tokens"] == 5 + PROBE_TOKENS

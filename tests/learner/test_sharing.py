@@ -14,7 +14,7 @@ from tiny_policy import GROUPED, mesh_of, single_device, tiny
 from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.learner.batching import Rows, RowShape, Sample, token_weights
-from calibadv_jax.learner.critic import CriticLearner, ValueLoss, critic_of, learn_values
+from calibadv_jax.learner.critic import CriticLearner, ValueLoss, learn_values, make_critic
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.prefix_sharing import PrefixSharedRows
@@ -97,7 +97,7 @@ def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk, sizes):
 
 @pytest.mark.medium
 def test_critic_learns_the_same_from_shared_rows():
-    policy, mesh = critic_of(learner_of().policy), single_device()
+    policy, mesh = make_critic(learner_of().policy), single_device()
     learner, states = CriticLearner(policy, optax.sgd(1.0), mesh, LearnerOptions(2)), []
     samples = [dataclasses.replace(sample, old_logprobs=sample.logprobs) for sample in groups()]
     for config in (CONFIG, SHARED):

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from calibadv_jax.metrics import console as console_module
-from calibadv_jax.metrics.catalogue import find
+from calibadv_jax.metrics.catalogue import find_metric
 from calibadv_jax.metrics.console import STEP_METRICS, Console, duration, number, table
 
 NAN = float("nan")
@@ -41,7 +41,7 @@ def test_step_is_one_line():
     metrics = {"perf/tokens_per_second": 2900.3, "reward/mean": 0.52341, "timing_s/step": 4.3, "unknown": 3.0}
     console.step(12, 60, metrics | {"perf/remaining_seconds": 200.0})
     assert stream.getvalue() == "step 12/60  reward 0.523    4.3 s/step    2,900 tok/s  ETA 3 min\n"
-    assert all(map(find, STEP_METRICS)), "every metric of the line is documented"
+    assert all(map(find_metric, STEP_METRICS)), "every metric of the line is documented"
 
 
 def test_step_has_seconds_rates_and_time_left(clock):

@@ -84,7 +84,7 @@ def test_rollback_stops_at_its_limit():
         verdicts = feed(watch, LOW, LOW, start=4)
         assert [verdict.action for verdict in verdicts] == ["go_on", "rollback"]
         assert watch.last_good_step == 3
-        watch.rolled_back(target)
+        watch.reset_after_rollback(target)
         assert (watch.rollbacks, watch.last_good_step) == (attempt, target)
     assert feed(watch, LOW, LOW, start=3)[-1].action == "stop"
     assert watch.last_good_step == 2
@@ -162,7 +162,7 @@ def numbers(skipped, finite=1.0, part="actor"):
 @pytest.mark.parametrize("actor", [{}, numbers(0.0)])
 def test_diverging_critic_is_named_with_its_key(actor):
     row, watch = numbers(1.0, part="critic") | actor, guards(patience_steps=2)
-    assert watch.check(1, row).action == "go_on" and watch.in_doubt
+    assert watch.check(1, row).action == "go_on" and watch.has_nonfinite_updates
     verdict = watch.check(2, row)
     assert verdict.action == "stop" and watch.is_broken
     assert "update of the critic" in verdict.findings[0] and "critic.optimizer.lr" in verdict.findings[0]
@@ -181,14 +181,18 @@ def test_steps_without_finite_updates_end_the_run(action, expected):
     watch = guards(action=action, patience_steps=2)
     assert watch.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}
     verdict = watch.check(2, numbers(1.0))
-    assert (verdict.action, verdict.metrics, watch.in_doubt) == ("go_on", {"guard/numbers": 1}, True)
+    assert (verdict.action, verdict.metrics, watch.has_nonfinite_updates) == (
+        "go_on",
+        {"guard/numbers": 1},
+        True,
+    )
     watch = restarted(watch)  # a resumed run counts on
     assert watch.check(3, {}).action == "go_on"  # nothing was trained
     verdict = watch.check(4, numbers(1.0))
     assert (verdict.action, watch.is_broken, watch.last_good_step) == (expected, True, 1)
     assert "no update was finite for 2 steps" in verdict.findings[0]
-    watch.rolled_back(1)
-    assert not watch.is_broken and not watch.in_doubt
+    watch.reset_after_rollback(1)
+    assert not watch.is_broken and not watch.has_nonfinite_updates
     for step, skipped in enumerate((0.5, 1.0, 0.0, 1.0, 0.8), 2):
         assert watch.check(step, numbers(skipped)).action == "go_on"
 

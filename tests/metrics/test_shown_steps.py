@@ -9,7 +9,7 @@ from test_console import Terminal
 
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.shown_steps import REPEAT_TIED, ShownSteps, why_tied
+from calibadv_jax.metrics.shown_steps import REPEAT_TIED, StepReporter, why_tied
 
 HOSTILE = "\x1b[2Jgone\x07 [bold red]red[/] \u202eleft\r\n[/"
 
@@ -28,12 +28,12 @@ def group(name, *scores, kind="answer", valid=True, f1=0.0, error=None):
     ]
     for sample, score in zip(made, scores, strict=True):
         sample.answer_score, sample.format_valid, sample.metrics = score, valid, {"f1": f1}
-    return Group.of(question, made)
+    return Group.from_attempts(question, made)
 
 
 def show_steps(*steps, stream=None, transcripts=0, progress=True):
     stream = stream or io.StringIO()
-    shown = ShownSteps(Console(progress, stream), len(steps), transcripts)
+    shown = StepReporter(Console(progress, stream), len(steps), transcripts)
     for number, groups in enumerate(steps, 1):
         shown.show(number, {}, groups)
     return stream.getvalue()

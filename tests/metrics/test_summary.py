@@ -82,7 +82,10 @@ def test_failed_trajectories_are_only_counted(metrics):
     lost, gone, late = (trajectory([turn("search", 90)], 0.5, False, 90) for _ in range(3))
     lost.error, gone.error, late.error = "retriever: a: b", "retriever: c", "time: d"
     other = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 0.0, True)
-    groups = [Group.of(QUESTION, [solved, lost]), Group.of(QUESTION, [gone, late, other])]
+    groups = [
+        Group.from_attempts(QUESTION, [solved, lost]),
+        Group.from_attempts(QUESTION, [gone, late, other]),
+    ]
     with_failures = trajectory_metrics(groups)
     without = trajectory_metrics([Group(QUESTION, [solved]), Group(QUESTION, [other])])
     failed = {"rollout/failed": 3.0, "rollout/failed/retriever": 2.0, "rollout/failed/time": 1.0}

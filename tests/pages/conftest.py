@@ -53,7 +53,7 @@ def small_group(tokenizer):
             Trajectory(question, prompt, each, index, 1.5, error)
             for index, (each, error) in enumerate(zip(turns, errors, strict=True))
         ]
-        return Group.of(question, trajectories)
+        return Group.from_attempts(question, trajectories)
 
     return make
 

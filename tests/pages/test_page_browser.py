@@ -46,7 +46,7 @@ def group_of(tokenizer, ways, answers, text="who keeps it?", **fields):
         Trajectory(question, prompt, [*way, answer_turn(tokenizer, "so", answer)], index, **fields)
         for index, (way, answer) in enumerate(zip(ways, answers, strict=True))
     ]
-    return Group.of(question, trajectories)
+    return Group.from_attempts(question, trajectories)
 
 
 def test_list_shows_every_group_and_trajectory_ending(small):

@@ -157,7 +157,8 @@ def test_estimator_by_turn_never_calibrates_no_turn(explain, name):
 
     words = explain(values, name=name)
     assert (
-        f"{name}: {ESTIMATORS[name].carried}. The number of a trajectory is that of its last" in words.group
+        f"{name}: {ESTIMATORS[name].token_description}. The number of a trajectory is that of its last"
+        in words.group
     )
     assert "calibrates no turn" not in " ".join([words.group, *words.trajectories, *sum(words.turns, [])])
 

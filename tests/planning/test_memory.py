@@ -6,7 +6,7 @@ from plan_rig import SHAPE, small
 from calibadv_jax.contrib.planning.hardware import FRACTION, find_target, placed_on
 from calibadv_jax.contrib.planning.memory import (
     estimate_memory,
-    held_beside,
+    memory_beside,
     memory_line,
     peak_memory,
     program_memory,
@@ -137,7 +137,7 @@ def test_program_and_memory_beside_it_are_everything(tmp_path):
         programs = program_memory(counted, shares)
         assert programs.keys() == added.keys()
         for name, size in programs.items():
-            beside = held_beside(counted, name, shares)
+            beside = memory_beside(counted, name, shares)
             base = counted["base"] if name.endswith("apply") else 0  # counted with it, and no argument
             assert size - added[name] + beside - base == pytest.approx(held), name
     assert "critic's optimizer 0.00" in memory_line(counted)

@@ -9,7 +9,12 @@ import pytest
 from plan_rig import SHAPE, small
 
 from calibadv_jax.contrib.cli.plan import changed, memory_of, remedy
-from calibadv_jax.contrib.planning.compiled import OF_CRITIC, TRAINED, lowered_program, programs_of
+from calibadv_jax.contrib.planning.compiled import (
+    CRITIC_PROGRAMS,
+    LEARNER_PROGRAMS,
+    lowered_program,
+    programs_of,
+)
 from calibadv_jax.contrib.planning.hardware import find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.memory import GIB, peak_memory
 from calibadv_jax.contrib.planning.work import Costs, Part, expected_rollouts, step_of
@@ -83,7 +88,7 @@ def test_every_program_of_a_run_is_lowered(tmp_path):
     """A critic's and the sampler's too."""
     config = small(tmp_path, mesh__fsdp=1, advantage__name="gae", **FEW_ROWS)
     mesh, names = make_mesh(config.mesh, jax.devices()[:1]), programs_of(config)
-    assert set(names) == {*TRAINED, *OF_CRITIC, "prefill", "decode"}
+    assert set(names) == {*LEARNER_PROGRAMS, *CRITIC_PROGRAMS, "prefill", "decode"}
     for name in names:
         assert lowered_program(config, architecture_from_hf(SHAPE | FEW), mesh, name).as_text()
 

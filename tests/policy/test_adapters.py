@@ -50,7 +50,7 @@ def test_merged_weights_compute_what_adapters_do(policy, drawn):
     """As after some updates: no adapter is 0."""
     (base, adapters), rng = policy.split(drawn), np.random.default_rng(0)
     params = merge_params(base, jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), adapters))
-    merged = policy.merged(params, jnp.float32)
+    merged = policy.fold_adapters(params, jnp.float32)
     assert jax.tree.structure(merged) == jax.tree.structure(policy.abstract_base)
     actual, expected = logits(policy, merged), logits(policy, params)
     np.testing.assert_allclose(actual, expected, atol=2e-4)

@@ -12,7 +12,7 @@ from tiny_policy import single_device, tiny
 
 from calibadv_jax.config import Config, LearnerConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
-from calibadv_jax.core.tags import STOP_STRINGS, TAGS, numbered
+from calibadv_jax.core.tags import STOP_STRINGS, TAGS, format_documents
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, LearnerOptions
@@ -161,7 +161,7 @@ def test_untrusted_text_makes_no_control_token(tokenizer):
     for tag in TAGS:
         assert tokenizer.decode(prompted).count(tag) == tokenizer.decode(plain).count(tag)
     shown = neutralise_documents([Document("1", hostile, hostile)], tokenizer)
-    ids, _ = Observations(tokenizer, 4096, "").information(numbered(shown))
+    ids, _ = Observations(tokenizer, 4096, "").information(format_documents(shown))
     assert not control & set(ids.tolist())
     text = tokenizer.decode(ids)
     assert [text.count(tag) for tag in TAGS] == [tag.endswith("information>") for tag in TAGS]

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 from tiny_policy import NARROW, tiny
 
-from calibadv_jax.policy.weights import flatten, from_hf, hf_shapes, shape_problems, summary, to_hf, unflatten
+from calibadv_jax.policy.weights import (
+    flatten,
+    from_hf,
+    hf_shapes,
+    shape_problems,
+    summarise_problems,
+    to_hf,
+    unflatten,
+)
 
 CONFIG = NARROW | {"model_type": "llama", "vocab_size": 20, "intermediate_size": 12, "num_hidden_layers": 3}
 CONFIG |= {"attention_bias": True, "mlp_bias": True}
@@ -55,7 +63,7 @@ def test_misfits_are_named_in_one_line(policy):
     assert shape_problems(shapes, expected) == []
     del shapes["model.norm.weight"], shapes["model.layers.2.self_attn.q_proj.bias"]
     shapes |= {"a.lm_head.bias": (20,), "model.embed_tokens.weight": (21, 8)}
-    text = summary(shape_problems(shapes, expected))
+    text = summarise_problems(shape_problems(shapes, expected))
     assert "model.norm.weight" in text and text.endswith("; and 1 more") and "\n" not in text
     shapes, expected = {"a": (8, 20), "x": (1,), "a.long": (2,)}, {"a": (20, 8), "b.c": (3,)}
     assert shape_problems(shapes, expected) == [  # short names first

@@ -18,7 +18,7 @@ from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS, Grammar, parse_
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.rewards.score import score_groups, score_trajectory
-from calibadv_jax.rollout.actions import OwnAction, SearchAction, grammar_of, invalid_notice
+from calibadv_jax.rollout.actions import GuardedAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import run_trajectory, turn_seed
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, open_prompt
@@ -219,7 +219,7 @@ def test_trajectory_of_three_actions(byte_tokenizer, loop):
     page = trajectory.turns[1]
     assert page.documents == (PAGE,) and "lives in Rome" in page.observation_text
     assert trajectory.turns[2].observation_text == "\n\n<information>1.5</information>\n\n"
-    metrics = trajectory_metrics([Group.of(QUESTION, [trajectory])])
+    metrics = trajectory_metrics([Group.from_attempts(QUESTION, [trajectory])])
     assert [metrics[f"rollout/actions/{name}"] for name in ("access", "calculate")] == [1, 1]
     assert metrics["rollout/valid_action_ratio"] == 1
     assert trajectory.num_searches == 1 and score_trajectory(trajectory, RewardConfig()).answer_score == 1
@@ -251,10 +251,10 @@ def test_refused_body_is_an_observation(loop):
     ],
 )
 def test_action_that_fails_fails_the_trajectory(loop, brings, reason):
-    trajectory = loop(*USED, actions=[OwnAction(Tool(brings), 0.05)])
+    trajectory = loop(*USED, actions=[GuardedAction(Tool(brings), 0.05)])
     assert re.sub(r" \(/.*test_actions.py:\d+\)$", "", trajectory.error) == reason
     assert ("test_actions.py:" in trajectory.error) == isinstance(brings, OSError)  # the place in own code
-    group = Group.of(QUESTION, [trajectory])
+    group = Group.from_attempts(QUESTION, [trajectory])
     assert score_groups([group], RewardConfig(), np.random.default_rng(0))[0].trajectories == []
 
 
@@ -274,7 +274,7 @@ def test_action_that_fails_fails_the_trajectory(loop, brings, reason):
 )
 def test_invalid_reply_is_refused(loop, brings):
     with pytest.raises(UserError, match="action tool: call returned "):
-        loop(*USED, actions=[OwnAction(Tool(brings), 9)])
+        loop(*USED, actions=[GuardedAction(Tool(brings), 9)])
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_invalid_reply_is_refused(loop, brings):
 def test_errors_of_own_parse_and_render(error, kind):
     tool = Tool("")
     tool.parse = tool.render = Mock(side_effect=error)
-    action = OwnAction(tool, 9)
+    action = GuardedAction(tool, 9)
     with pytest.raises(kind or RequestFailed) as caught:
         action.parse("x")
     assert type(caught.value) is (kind or RequestFailed)
@@ -291,7 +291,7 @@ def test_errors_of_own_parse_and_render(error, kind):
         action.render(Reply())
     assert caught.value.service == "tool"
     tool.max_length, tool.render = 50, lambda reply: 15
-    assert [OwnAction(tool, 9, limit).max_length for limit in (0, 20)] == [50, 20]
+    assert [GuardedAction(tool, 9, limit).max_length for limit in (0, 20)] == [50, 20]
     with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
         action.render(Reply())
 
@@ -299,7 +299,7 @@ def test_errors_of_own_parse_and_render(error, kind):
 @pytest.mark.timeout(60)  # as a whole it would take minutes
 def test_reply_of_ten_megabytes_is_cut_at_once(loop):
     huge = Reply((Document("d", "t", "<think>" * 1_500_000),), "</information> word " * 500_000)
-    tool = OwnAction(Tool(huge), 9, max_length=64)
+    tool = GuardedAction(Tool(huge), 9, max_length=64)
     trajectory = loop(*USED, actions=[tool], max_observation_length=256)
     assert len(trajectory.turns[0].observation_ids) == 64 and trajectory.answer == "Ann"
     assert sum(len(document.text) for document in trajectory.turns[0].documents) < 10_000

@@ -16,10 +16,10 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import Grammar, neutralise, refusal
+from calibadv_jax.core.tags import Grammar, neutralise, refusal_text
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.actions import AccessAction, OwnAction, SearchAction
+from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.observation import added_token_strings, decode
 from calibadv_jax.rollout.runner import collect_groups
@@ -154,7 +154,7 @@ class Tool(Action):
 def written(step, tokenizer, change=lambda document: document):
     """The scored groups of a step, and the sampler that wrote them."""
     sampler, library = RoughSampler(tokenizer, step.turn), Library(step, change)
-    actions = (SearchAction(), AccessAction(), OwnAction(Tool(library), 9))[: len(step.grammar.actions)]
+    actions = (SearchAction(), AccessAction(), GuardedAction(Tool(library), 9))[: len(step.grammar.actions)]
     context = RolloutContext(sampler, library, tokenizer, step.rollout, step.prompt, actions)
     groups = asyncio.run(collect_groups(context, step.questions, step.seed, "s"))
     groups = score_groups(groups, step.reward, np.random.default_rng(0))
@@ -182,7 +182,7 @@ def check_trajectory(trajectory, completions, tokenizer, step):
             assert tag.findall(text) == [*frame, *opened]
             if turn.is_action:
                 body = text.partition("<information>")[2].rpartition("</information>")[0]
-                refused = refusal("tool", "") if turn.is_refused else ""
+                refused = refusal_text("tool", "") if turn.is_refused else ""
                 assert not step.forged.search(body.removeprefix(refused))
     if trajectory.answer is not None:
         answer_text = decode(tokenizer, completions[-1].token_ids)

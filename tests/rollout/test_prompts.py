@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import TAG_NAMES, numbered
+from calibadv_jax.core.tags import TAG_NAMES, format_documents
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.rollout.observation import (
@@ -292,12 +292,12 @@ WHOLE = (
 
 
 def render_observation(documents, tokenizer, limit, prepend_think=False):
-    return Observations(tokenizer, limit, "<think>" * prepend_think).information(numbered(documents))
+    return Observations(tokenizer, limit, "<think>" * prepend_think).information(format_documents(documents))
 
 
 def test_smaller_limit_of_an_action_counts(byte_tokenizer):
     observations = Observations(byte_tokenizer, 100, "")
-    limits = [observations.of(SearchAction(max_length=limit)).max_length for limit in (0, 50, 150)]
+    limits = [observations.for_action(SearchAction(max_length=limit)).max_length for limit in (0, 50, 150)]
     assert limits == [100, 50, 100]
 
 

@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, QueryRefused, RequestFa
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import QUERY_REFUSED
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.rollout.actions import OwnAction
+from calibadv_jax.rollout.actions import GuardedAction
 from calibadv_jax.rollout.agent import run_trajectory, turn_seed
 from calibadv_jax.rollout.runner import FailureCount, Rollouts, collect_groups
 
@@ -175,7 +175,9 @@ def test_too_many_failures_end_collection_with_commonest_reason(byte_tokenizer):
 
 def failed_group(*errors):
     question = QUESTIONS[0]
-    return Group.of(question, [Trajectory(question, np.zeros(1, np.int32), error=error) for error in errors])
+    return Group.from_attempts(
+        question, [Trajectory(question, np.zeros(1, np.int32), error=error) for error in errors]
+    )
 
 
 def test_share_itself_is_allowed():
@@ -260,7 +262,7 @@ def test_group_number_and_run_seed_decide_draws(open_rollouts):
 
 def test_evaluation_changes_settings_of_its_own_rollouts(open_rollouts):
     rollouts = open_rollouts()
-    progress, of_collect = rollouts.progress(), rollouts.progress(of_collect=True)
+    progress, of_evaluation = rollouts.progress(), rollouts.progress(of_evaluation=True)
     with rollouts:
         groups = rollouts.collect(QUESTIONS[:1] * 3, "eval", 0, temperature=0.25, group_size=1)
         rollouts.begin(0, QUESTIONS[0]).result(30)
@@ -268,8 +270,8 @@ def test_evaluation_changes_settings_of_its_own_rollouts(open_rollouts):
     temperatures = [sampling.temperature for *_, sampling in rollouts.context.sampler.calls]
     assert temperatures == [0.25] * 3 + [1.0] * 2
     assert rollouts.context.sampler.calls[0][0] == "eval/0/0"
-    assert progress()[:2] == (2, 2) and of_collect()[:2] == (3, 3)
-    assert of_collect()[2].startswith("0.0 searches/s, ") and " 0 sampled" not in of_collect()[2]
+    assert progress()[:2] == (2, 2) and of_evaluation()[:2] == (3, 3)
+    assert of_evaluation()[2].startswith("0.0 searches/s, ") and " 0 sampled" not in of_evaluation()[2]
     assert rollouts.progress()()[:2] == (0, 0)
 
 
@@ -297,7 +299,7 @@ class Stuck(Action):
 @pytest.mark.parametrize("ending", [None, SystemExit(143)])
 def test_failing_close_keeps_nothing_else_open(open_rollouts, ending):
     rollouts = open_rollouts()
-    rollouts.context = replace(rollouts.context, actions=(OwnAction(Stuck(), 9),))
+    rollouts.context = replace(rollouts.context, actions=(GuardedAction(Stuck(), 9),))
     with pytest.raises(SystemExit if ending else UserError) as caught, rollouts:
         if ending:
             raise ending

@@ -32,7 +32,7 @@ class Background:
     def finish(self, number, errors=()):
         ids = np.zeros(1, np.int32)
         attempts = [Trajectory(question(number), ids, error=error) for error in errors]
-        self.futures[number].set_result(Group.of(question(number), attempts))
+        self.futures[number].set_result(Group.from_attempts(question(number), attempts))
 
     def waiting(self):
         return [number for number, future in self.futures.items() if not future.done()]

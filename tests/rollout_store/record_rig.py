@@ -73,7 +73,7 @@ def make_groups():
         made = [Trajectory(question, tokens(1, 2), own, n, 0.5 + n) for n, own in enumerate(attempts)]
         for trajectory in made if question is QUESTIONS[0] else ():
             trajectory.error = "retriever: gone" if trajectory.index == 2 else None
-        groups.append(Group.of(question, made))
+        groups.append(Group.from_attempts(question, made))
     return groups
 
 

@@ -21,7 +21,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.reader import find_step, read_columns, read_metadata, read_step
-from calibadv_jax.rollout_store.schema import LOGPROBS, SCHEMA, VERSION, kept_steps
+from calibadv_jax.rollout_store.schema import BYTE_SPLIT_COLUMNS, SCHEMA, VERSION, kept_steps
 from calibadv_jax.rollout_store.writer import RolloutWriter
 
 
@@ -121,7 +121,7 @@ def test_columns_and_metadata_describe_the_file(tmp_path):
     group = pq.ParquetFile(path).metadata.row_group(0)
     columns = {column.path_in_schema: column for column in map(group.column, range(group.num_columns))}
     assert {column.compression for column in columns.values()} == {"ZSTD"}
-    assert all("BYTE_STREAM_SPLIT" in columns[name].encodings for name in LOGPROBS)
+    assert all("BYTE_STREAM_SPLIT" in columns[name].encodings for name in BYTE_SPLIT_COLUMNS)
     row = read_columns(path, ["answer_score", "turns.list.element.correctness"]).to_pylist()[0]
     assert row == {"answer_score": 1.0, "turns": [{"correctness": value} for value in (1.0, 0.5, 0.0)]}
 

@@ -97,7 +97,7 @@ def test_trainer_state_estimate_equals_placement(mesh, optimizer, lora):
 def test_base_of_adapters_counts_once():
     plain = estimate(policy={"lora": LORA})
     beside = sum(plain[name] for name in ("optimizer", "sampler weights", "kv cache"))
-    assert memory.held_beside(plain, "log-probabilities") == beside  # the base is an argument
+    assert memory.memory_beside(plain, "log-probabilities") == beside  # the base is an argument
     assert "reference policy" not in estimate(policy={"lora": LORA}, loss={"kl_coef": 0.1})  # the base itself
     begun = {"lora": replace(LORA, init_from="folder", base_dtype="float32")}
     other = estimate(policy=begun, loss={"kl_coef": 0.1})

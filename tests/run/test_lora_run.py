@@ -16,7 +16,7 @@ from calibadv_jax.commands.export import export
 from calibadv_jax.config import ExportConfig, LoraConfig, RunConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.adapters import Adapters, split
-from calibadv_jax.run.model import base_of, find_policy
+from calibadv_jax.run.model import adapter_base, find_policy
 from calibadv_jax.snapshots.huggingface import load_params, save_folder
 from calibadv_jax.snapshots.peft import load_adapters
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
@@ -61,7 +61,7 @@ def whole(base, tmp_path_factory, shared_programs):
         rollouts = run(config, ScriptedRollouts(), folder)
     (folder / "policy").mkdir()
     (folder / "policy/config.json").write_text(json.dumps(HF_CONFIG))
-    base_of(config, MODEL, str(base)).write(folder / "policy")
+    adapter_base(config, MODEL, str(base)).write(folder / "policy")
     return folder, rollouts.loaded
 
 
@@ -101,7 +101,7 @@ def test_exports_are_the_merged_policy_and_the_adapters(whole, base, tmp_path):
     places = {"output": str(tmp_path / "hf"), "adapter_output": str(tmp_path / "adapter")}
     outputs = ExportConfig(**places, dtype="float32")
     config = replace(config_of(tmp_path, base), run=RunConfig(dir=str(folder)), export=outputs)
-    expected = MODEL.policy.merged(params, jnp.float32)
+    expected = MODEL.policy.fold_adapters(params, jnp.float32)
     for dtype in ("float32", "bfloat16"):
         exported = export(replace(config, export=replace(outputs, dtype=dtype)))
         rounded = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype).astype(jnp.float32), expected)
@@ -125,8 +125,8 @@ def test_adapter_snapshot_reads_as_merged_policy(whole, base, tmp_path):
     params = jax.tree.map(jnp.asarray, loaded[-1][1])
     store = SnapshotStore(tmp_path / "snapshots", keep=2, dtype=jnp.bfloat16)
     about = {"hf_config": HF_CONFIG, "tokenizer_hash": ""}
-    merged = store.publish(1, MODEL.policy.merged(params, jnp.bfloat16), **about)
-    shared = find_policy(folder).base.shared()
+    merged = store.publish(1, MODEL.policy.fold_adapters(params, jnp.bfloat16), **about)
+    shared = find_policy(folder).base.snapshot_metadata()
     alone = store.publish(2, split(params)[1], base=shared, **about)
     assert len(read_manifest(alone)["tensors"]) == 2 * len(LORA.targets)
     whole_tensors, result = read_tensors(merged), read_tensors(alone)
@@ -168,7 +168,7 @@ def test_initial_adapters_come_from_init_from(whole, base, tmp_path):
     policy = replace(begun.policy, lora=replace(LORA, init_from=str(adapter)))
     begun = trainer_rig.make_state(replace(begun, policy=policy), tmp_path)
     for params in (begun.learner_state["params"], begun.trainer.reference):
-        assert_equal(begun.trainer.learner.whole(params), loaded[-1][1])
+        assert_equal(begun.trainer.learner.with_base(params), loaded[-1][1])
     for change, words in (
         ({"rank": 3}, "r is 2, but policy.lora.rank is 3: set policy.lora.rank=2"),
         ({"alpha": 3.0}, "lora_alpha is 4.0, but policy.lora.alpha is 3: set policy.lora.alpha=4.0"),

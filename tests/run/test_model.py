@@ -164,7 +164,7 @@ def test_base_is_kept_beside_the_run(tmp_path):
         base = AdapterBase("name", str(place), "0" * 64, 3, adapters)
         base.write(folder)
         assert json.loads((folder / "base.json").read_text())["folder"] == kept
-        assert read_base(folder) == base and (base.shared() is None) == (not place)
+        assert read_base(folder) == base and (base.snapshot_metadata() is None) == (not place)
     policy, mesh = tiny(SHAPE, adapters), mesh_of(1)
     drawn, whole = base.params(policy, mesh), init_params(policy, mesh, 3)
     jax.tree.map(np.testing.assert_array_equal, drawn, policy.split(whole)[0])

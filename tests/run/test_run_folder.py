@@ -24,7 +24,7 @@ from run_folder_rig import (
 from calibadv_jax.config import Config, dump_config, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run.fingerprints import ADAPTERS, REFERENCE, check_same
+from calibadv_jax.run.fingerprints import ADAPTERS, REFERENCE, check_processes_agree
 from calibadv_jax.run.folder import SERVICE_FILE, check_cold_start, check_service
 from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
@@ -259,8 +259,10 @@ WHENCE = [QUESTIONS[0], replace(QUESTIONS[1], text="Whence?")]
 def compared(folder, *keys, questions=QUESTIONS, hidden_size=4):
     """The values that a process compares with those of the others."""
     values, config = {}, load_config([], [f"run.dir={folder}/run", *keys])
-    hosts = SimpleNamespace(assert_equal=lambda name, value: values.update({name: value()}))
-    check_same(config, StandInModel(folder / "tokenizer", hidden_size=hidden_size), questions, hosts)
+    process_group = SimpleNamespace(assert_equal=lambda name, value: values.update({name: value()}))
+    check_processes_agree(
+        config, StandInModel(folder / "tokenizer", hidden_size=hidden_size), questions, process_group
+    )
     return values
 
 

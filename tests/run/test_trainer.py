@@ -32,8 +32,8 @@ from calibadv_jax.commands import train
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.distributed.process_group import Hosts
-from calibadv_jax.learner.step import Learned
+from calibadv_jax.distributed.process_group import ProcessGroup
+from calibadv_jax.learner.step import StepResult
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.reader import find_step, read_metadata, read_step
@@ -146,7 +146,7 @@ def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
     assert [float(trainer.schedule(count)) for count in (0, 15, 30)] == pytest.approx([1, 0.5, 0])
 
 
-class Twice(Hosts):
+class Twice(ProcessGroup):
     """Another process has the same of everything."""
 
     def exchange(self, what, value):
@@ -189,7 +189,7 @@ def test_minibatches_depend_on_step_and_seed(tmp_path, monkeypatch):
 
     def note(learner, state, samples, config, loss, rng, reference):
         orders.append(tuple(rng.permutation(20).tolist()))
-        return Learned(state, {}, samples)
+        return StepResult(state, {}, samples)
 
     monkeypatch.setattr("calibadv_jax.run.trainer.learn", note)
     for seed in (0, 0, 1):

@@ -18,10 +18,10 @@ from calibadv_jax.advantages.gae import critic_values, gae_and_returns
 from calibadv_jax.config import OptimizerConfig, RewardConfig
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.distributed.process_group import Hosts
+from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
-from calibadv_jax.metrics.catalogue import find
+from calibadv_jax.metrics.catalogue import find_metric
 from calibadv_jax.rollout_store.reader import find_step, read_step
 from calibadv_jax.run import critic
 from calibadv_jax.snapshots.checkpoint import restore_params
@@ -146,7 +146,7 @@ def test_critic_warmup_leaves_the_policy_unchanged(whole):
     # A critic that has learned nothing expects nothing.
     assert first["critic/values/max"] == first["critic/values/min"] == first["critic/explained_variance"] == 0
     assert second["critic/values/max"] != 0
-    assert not [name for name in second if name.startswith("critic") and not find(name)]
+    assert not [name for name in second if name.startswith("critic") and not find_metric(name)]
 
 
 def test_critic_metrics_follow_from_the_record(whole):
@@ -241,7 +241,7 @@ def test_curriculum_compares_with_the_largest_reward(whole, tmp_path):
         assert [row["rollout/resting_questions"] for row in rows(folder)] == [3, 4, 0, 1]
 
 
-class AnotherScore(Hosts):
+class AnotherScore(ProcessGroup):
     """Another process scores a group otherwise: it would ask for other groups."""
 
     def assert_equal(self, name, value):
@@ -253,7 +253,7 @@ class AnotherScore(Hosts):
 def test_scores_of_tied_groups_are_compared_across_processes(tmp_path):
     rollouts = SomeTied()
     state = make_state(tied_config(tmp_path), tmp_path, rollouts)
-    state.hosts = AnotherScore()
+    state.process_group = AnotherScore()
     with pytest.raises(UserError, match="another score of a group"):
         state.stream.take(0)
     assert [number for number, _ in rollouts.begun] == [0, 1]

@@ -13,7 +13,7 @@ from tiny_policy import tiny
 from trainer_rig import HF_CONFIG, MODEL, make_config
 
 from calibadv_jax.config import LoraConfig
-from calibadv_jax.distributed.process_group import ALONE, Hosts
+from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.run import wiring
@@ -57,20 +57,24 @@ def opened(monkeypatch):
         yield events
 
 
-class OneOfTwo(Hosts):
+class OneOfTwo(ProcessGroup):
     """As the second of two processes."""
 
     index, count = 1, 2
 
 
-@pytest.mark.parametrize(("hosts", "slots", "concurrency"), [(ALONE, 3, 5), (OneOfTwo(), 2, 3)])
-def test_embedded_sampler_has_the_share_of_its_process(tmp_path, model, opened, hosts, slots, concurrency):
+@pytest.mark.parametrize(
+    ("process_group", "slots", "concurrency"), [(SINGLE_PROCESS, 3, 5), (OneOfTwo(), 2, 3)]
+)
+def test_embedded_sampler_has_the_share_of_its_process(
+    tmp_path, model, opened, process_group, slots, concurrency
+):
     """And no workers; in one of several processes it copies the parameters in the compute precision."""
     rollout = {"max_length": 16, "max_concurrency": 5}
     policy = {"compute_dtype": "bfloat16"}
     config = make_config(tmp_path, rollout=rollout, sampler={"slots": 3}, policy=policy)
     health, places = [], (tmp_path / "policy", tmp_path / "snapshots")
-    with wiring.open_rollouts(config, model, *places, health.append, hosts) as rollouts:
+    with wiring.open_rollouts(config, model, *places, health.append, process_group) as rollouts:
         sampler, context = rollouts.context.sampler, rollouts.context
         assert isinstance(sampler, JaxSampler) and (sampler.max_length, sampler.config.slots) == (16, slots)
         assert context.rollout == replace(config.rollout, max_concurrency=concurrency)
@@ -78,7 +82,7 @@ def test_embedded_sampler_has_the_share_of_its_process(tmp_path, model, opened, 
         assert context.tokenizer is model.tokenizer
         params = jax.jit(model.policy.init)(jax.random.key(0))
         published = rollouts.publish(0, params)
-        assert (published is params) == (hosts is ALONE)
+        assert (published is params) == (process_group is SINGLE_PROCESS)
         jax.tree.map(np.testing.assert_array_equal, published, params)
         assert all(leaf.dtype == model.policy.numerics.compute_dtype for leaf in jax.tree.leaves(published))
     assert health == [{"status": "ready"}]
@@ -86,9 +90,15 @@ def test_embedded_sampler_has_the_share_of_its_process(tmp_path, model, opened, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "hosts"), [("plain", ALONE), ("merged", ALONE), ("adapters", ALONE), ("plain", OneOfTwo())]
+    ("kind", "process_group"),
+    [
+        ("plain", SINGLE_PROCESS),
+        ("merged", SINGLE_PROCESS),
+        ("adapters", SINGLE_PROCESS),
+        ("plain", OneOfTwo()),
+    ],
 )
-def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch, kind, hosts):
+def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypatch, kind, process_group):
     """Of all parameters, of the sum with the adapters, or of the adapters alone; the first process writes."""
 
     async def close(sampler):
@@ -106,16 +116,18 @@ def test_vllm_workers_take_published_snapshots(tmp_path, model, opened, monkeypa
     sampler = {"name": "vllm", "workers": 2}
     config = make_config(tmp_path, sampler=sampler, policy=policy, checkpoint=checkpoint)
     params = jax.jit(model.policy.init)(jax.random.key(0))
-    with wiring.open_rollouts(config, model, folder, tmp_path / "snapshots", hosts=hosts) as rollouts:
-        share = replace(config.sampler, workers=2 // hosts.count)
-        assert opened[1] == ("workers", share, folder, tmp_path, "float32", 16, hosts.index)
+    with wiring.open_rollouts(
+        config, model, folder, tmp_path / "snapshots", process_group=process_group
+    ) as rollouts:
+        share = replace(config.sampler, workers=2 // process_group.process_count)
+        assert opened[1] == ("workers", share, folder, tmp_path, "float32", 16, process_group.process_index)
         sampler = rollouts.context.sampler
         assert [worker.url for worker in sampler.workers] == ["http://127.0.0.1:8"]
         assert (sampler.tokenizer_hash, sampler.vocab_size) == (model.tokenizer_hash, 24)
         folders = [rollouts.publish(version, params) for version in (3, 4, 5)]
     assert opened[2:] == ["sampler closed", "workers closed", "retriever closed"]
-    assert [path.is_dir() for path in folders] == [False, hosts.is_first, hosts.is_first]
-    if not hosts.is_first:
+    assert [path.is_dir() for path in folders] == [False, process_group.is_main, process_group.is_main]
+    if not process_group.is_main:
         return
     manifest = read_manifest(folders[-1])
     assert (manifest["tokenizer"], manifest["config"]) == (model.tokenizer_hash, model.hf_config)

@@ -12,14 +12,14 @@ from tiny_policy import SHAPE, mesh_of, tiny
 from calibadv_jax.config import MeshConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy import attention
-from calibadv_jax.policy.transformer import UNROLLED_LAYERS
+from calibadv_jax.policy.transformer import MAX_UNROLLED_LAYERS
 from calibadv_jax.sampler import engine, tiles
 
 LENGTH = 64
 SLOTS = 16
 CONFIG = SHAPE | {
     "vocab_size": len(CharTokenizer.pieces),
-    "num_hidden_layers": UNROLLED_LAYERS + 1,  # in one stack
+    "num_hidden_layers": MAX_UNROLLED_LAYERS + 1,  # in one stack
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,

@@ -7,7 +7,7 @@ from http_rig import replying
 from trainer_rig import make_config
 
 from calibadv_jax.config import SamplerConfig
-from calibadv_jax.config.sections.retriever import NO_RETRIEVER
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.wiring import open_services
 from calibadv_jax.sampler import rollout_workers
@@ -96,7 +96,7 @@ def test_missing_or_foreign_worker_ends_the_run():
 
 @pytest.mark.parametrize(("dtype", "expected"), [("", "float32"), ("bfloat16", "bfloat16")])
 def test_workers_compute_in_their_own_precision(events, tmp_path, dtype, expected):
-    sampler, retriever = {"name": "vllm", "dtype": dtype}, {"url": NO_RETRIEVER}
+    sampler, retriever = {"name": "vllm", "dtype": dtype}, {"url": NO_RETRIEVER_URL}
     policy, loss = {"compute_dtype": "float32"}, {"importance_cap": 2.0}
     config = make_config(tmp_path, sampler=sampler, retriever=retriever, policy=policy, loss=loss)
     with open_services(config, tmp_path):

@@ -68,7 +68,7 @@ def test_service_asks_to_wait_in_seconds(headers, seconds):
 
 def test_status_says_whether_a_service_is_away():
     statuses = (200, 404, 408, 422, 429, 500, 501, 503)
-    assert [status for status in statuses if HttpReply(status, b"").is_away] == [408, 429, 500, 503]
+    assert [status for status in statuses if HttpReply(status, b"").is_unavailable] == [408, 429, 500, 503]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_status_says_whether_a_service_is_away():
         (2.0, [BadReply()] * http_client.BAD_REPLIES, [0.2, 0.4], 0),
         (99.0, [AWAY] * 9 + [ValueError()], [0.4, 0.6, 1.0, 1.8, 3.4, 6.6, 10.2, 10.2, 10.2], 1),
         (99.0, [Unreachable("", 30), ValueError()], [30.0], 1),
-        (http_client.ONCE, [AWAY], [], 0),
+        (http_client.SINGLE_ATTEMPT, [AWAY], [], 0),
         (0.0, [AWAY], [], 0),
     ],
 )
@@ -110,7 +110,7 @@ def test_reply_counts_more_than_a_failed_look():
         await asyncio.sleep(0.2)
         raise AWAY
 
-    assert asyncio.run(http_client.watched(asyncio.sleep(0.1, "reply"), look, 0.01)) == "reply"
+    assert asyncio.run(http_client.wait_with_health_check(asyncio.sleep(0.1, "reply"), look, 0.01)) == "reply"
 
 
 @pytest.mark.parametrize("status", [301, 302, 307])

@@ -42,8 +42,8 @@ def test_hanging_store_is_an_environment_failure(monkeypatch, capsys):
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "testing")
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # else the call goes on after the server's end
-        monkeypatch.setattr(object_store, "STALLED", 2)
-        monkeypatch.setattr(object_store, "NOTED", 1)
+        monkeypatch.setattr(object_store, "STALL_SECONDS", 2)
+        monkeypatch.setattr(object_store, "REPORT_SECONDS", 1)
         with pytest.raises(EnvironmentFailure, match="has not answered for 2 s") as ended:
             store = open_store("s3://runs/a", Console())
             store.call("reading its marker", lambda: store.sizes("marker"))

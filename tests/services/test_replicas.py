@@ -47,7 +47,7 @@ class Service:
     def get(self):
         self.checks += 1
         status = self.health.pop(0) if isinstance(self.health, list) else self.health
-        if status == GONE or HttpReply(status, b"").is_away:
+        if status == GONE or HttpReply(status, b"").is_unavailable:
             raise Unreachable("no health")
         return {"status": "ready", **self.manifest} if status == 200 else {}
 
@@ -157,7 +157,7 @@ def test_services_must_serve_one_index(make, status):
         RetrieverClient(RetrieverConfig(), [a.url, c.url]).health()
     b.health = GONE
     client = RetrieverClient(RetrieverConfig(), [a.url, b.url])
-    assert client.health()["corpus_sha256"] == "1" and list(client.missing) == [b.url]
+    assert client.health()["corpus_sha256"] == "1" and list(client.unreachable) == [b.url]
     c.health = status  # it has no such route, and is believed
     with client_of(c) as (client, run):
         assert client.health() == {} and run(ask(client, 5)) == ["c"] * 5

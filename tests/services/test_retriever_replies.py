@@ -8,7 +8,7 @@ from http_rig import replying
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.services.http_client import BadReply, HttpReply
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_health import difference
+from calibadv_jax.services.retriever_health import index_difference
 from calibadv_jax.services.retriever_replies import ServerError, Unavailable, read_documents, read_page
 
 
@@ -72,4 +72,4 @@ def test_outage_says_how_long_to_wait(status, kind):
     ],
 )
 def test_services_differ_by_what_decides_their_documents(agreed, state, words):
-    assert difference(agreed, state) == words
+    assert index_difference(agreed, state) == words

@@ -26,7 +26,7 @@ from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots import mirror as mirror_module
 from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
-from calibadv_jax.snapshots.mirror import bring_newest, open_mirror
+from calibadv_jax.snapshots.mirror import fetch_newest, open_mirror
 from calibadv_jax.snapshots.mirror_marker import MARKER, OBJECTS
 
 pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
@@ -458,11 +458,11 @@ def test_cut_file_is_not_fetched(tmp_path, copied, monkeypatch):
 def test_reading_command_takes_the_lock_only_to_fetch(tmp_path, copied, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(mirror_module, "locked_run", fail_with(UserError("in use")))
-        bring_newest(config_at(tmp_path / "a", copied), QUIET)
+        fetch_newest(config_at(tmp_path / "a", copied), QUIET)
         with pytest.raises(UserError, match="in use"):
-            bring_newest(config_at(tmp_path / "b", copied), QUIET)
+            fetch_newest(config_at(tmp_path / "b", copied), QUIET)
     assert checkpoints(tmp_path / "b") == []
-    bring_newest(config_at(tmp_path / "b", copied), QUIET)
+    fetch_newest(config_at(tmp_path / "b", copied), QUIET)
     assert checkpoints(tmp_path / "b") == [2]
 
 
@@ -533,8 +533,8 @@ def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
 def test_fetch_goes_on_while_files_grow(tmp_path, copied, monkeypatch):
     """For longer than STALLED seconds."""
     get = DirFileSystem.get
-    monkeypatch.setattr(object_store, "STALLED", 0.6)
-    monkeypatch.setattr(object_store, "NOTED", 0.2)
+    monkeypatch.setattr(object_store, "STALL_SECONDS", 0.6)
+    monkeypatch.setattr(object_store, "REPORT_SECONDS", 0.2)
 
     def get_slowly(self, objects, files):
         Path(files[0]).parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     "dro": ("dro_beta",),
 }
 # Losses that are a mean over trajectories.
-BY_SEQUENCE = ("gspo", "gmpo", "sapo")
+SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -127,7 +127,7 @@ class LossConfig(Section):
     def _faults(self) -> Iterator[str]:
         if not is_address(self.name):
             yield from self._name_faults()
-        if self.name in BY_SEQUENCE and self.aggregation != "sequence_mean":
+        if self.name in SEQUENCE_LOSSES and self.aggregation != "sequence_mean":
             yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
         for key in ("dual_clip", "importance_high"):
             bound = getattr(self, key)

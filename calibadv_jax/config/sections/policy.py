@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
 
 # Size of the mesh axis that takes all devices which the other axes leave.
-REST = -1
+REMAINING_DEVICES = -1
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 
@@ -105,15 +105,15 @@ class MeshConfig(Section):
         Returns:
             Size by axis name. The axis of size -1 gets the devices that the other axes leave, and at least 1.
         """
-        fixed_sizes = [size for size in self.sizes.values() if size != REST]
+        fixed_sizes = [size for size in self.sizes.values() if size != REMAINING_DEVICES]
         remaining = max(1, devices // math.prod(fixed_sizes))
-        return {name: remaining if size == REST else size for name, size in self.sizes.items()}
+        return {name: remaining if size == REMAINING_DEVICES else size for name, size in self.sizes.items()}
 
     def _faults(self) -> Iterator[str]:
         for name, size in self.sizes.items():
-            if size < 1 and size != REST:
+            if size < 1 and size != REMAINING_DEVICES:
                 yield f"{name} is {size}: must be at least 1, or -1 for all remaining devices"
-        if list(self.sizes.values()).count(REST) > 1:
+        if list(self.sizes.values()).count(REMAINING_DEVICES) > 1:
             yield f"data={self.data}, fsdp={self.fsdp} and tensor={self.tensor}: only one of them can be -1"
 
 

@@ -12,11 +12,11 @@ from pydantic.dataclasses import dataclass
 from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
 
 # The url of evaluation methods that never search; no connection is made to it.
-NO_RETRIEVER = "http://no-retriever.invalid"
+NO_RETRIEVER_URL = "http://no-retriever.invalid"
 # Encoders that have no weights, so that `model` cannot be set.
 ENCODERS_WITHOUT_MODEL = ("hashed", "bm25")
 # Paths of the service's endpoints, which the client appends to the base URL.
-ROUTE = "/retrieve"
+SEARCH_ROUTE = "/retrieve"
 PAGE_ROUTE = "/access"
 
 
@@ -85,9 +85,9 @@ class RetrieverConfig(Section):
         urls = [self.url] if isinstance(self.url, str) else self.url
         for url in urls:
             address = url.rstrip("/")
-            base = address.removesuffix(ROUTE)
+            base = address.removesuffix(SEARCH_ROUTE)
             if base != address:
-                yield f"url is {url}, but must be the base URL: drop {ROUTE}, so that it is {base}"
+                yield f"url is {url}, but must be the base URL: drop {SEARCH_ROUTE}, so that it is {base}"
         for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
             if self.url and getattr(self, key):
                 yield (

@@ -10,7 +10,7 @@ import numpy as np
 
 from calibadv_jax.contrib.audit.evidence import BLAME, Evidence, Variant, join_pairs, pool
 from calibadv_jax.contrib.audit.measures import MEASURES, OVER_TRAINING, VERDICTS, measure, verdicts
-from calibadv_jax.evaluation.report import FEW, intervals_of_sums
+from calibadv_jax.evaluation.report import MIN_QUESTIONS_FOR_INTERVAL, bootstrap_intervals_of_sums
 from calibadv_jax.metrics.console import table
 
 CONFIDENCE = 0.95  # coverage of the verdict's intervals
@@ -97,14 +97,14 @@ def verdict(runs: Sequence[Variant]) -> str:
     true, control = pool(*runs)
     num_good = int((true.groups["good_blame"] > 0).sum())
     num_useless = int((true.groups["useless_blame"] > 0).sum())
-    if min(num_good, num_useless) < FEW:
+    if min(num_good, num_useless) < MIN_QUESTIONS_FOR_INTERVAL:
         return (
             f"cannot say: truly good searches are blamed in {num_good} groups and useless ones in"
-            f" {num_useless}; at least {FEW} of each are needed"
+            f" {num_useless}; at least {MIN_QUESTIONS_FOR_INTERVAL} of each are needed"
         )
     blame = np.column_stack([_blame_columns(true), _blame_columns(control)])  # float64 [N, 8]
     lead, control_lead = _leads(blame.sum(axis=0, keepdims=True))[0]
-    interval, control_interval = intervals_of_sums(blame, _leads, CONFIDENCE, RESAMPLES)
+    interval, control_interval = bootstrap_intervals_of_sums(blame, _leads, CONFIDENCE, RESAMPLES)
     low, high = interval
     control_low, control_high = control_interval
     if low > control_high:

@@ -20,10 +20,16 @@ from calibadv_jax.config import Config, RewardConfig, RolloutConfig, load_config
 from calibadv_jax.config.kept import newest_start
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, printable, well_formed
+from calibadv_jax.core.tags import (
+    CLOSE_INFORMATION,
+    FIRST_DOCUMENT,
+    OPEN_INFORMATION,
+    to_printable_line,
+    well_formed,
+)
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.metrics.shown_steps import LONGEST, cut, ending, folded, turn_lines
+from calibadv_jax.metrics.shown_steps import LONGEST_LINE, answer_line, document_line, truncate, turn_lines
 from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
@@ -80,11 +86,11 @@ def ask(config: Config, source: PolicySource, questions: Iterable[str], say: Say
         for index, text in enumerate(questions):
             trajectory = answer(rollouts, f"ask{index}", text, say)
             if trajectory.error is None:
-                say(ending(trajectory))
+                say(answer_line(trajectory))
             elif isinstance(questions, list):
                 raise UserError(trajectory.error)
             else:
-                say(f"failed: {printable(trajectory.error)}")
+                say(f"failed: {to_printable_line(trajectory.error)}")
 
 
 def answer(rollouts: Rollouts, name: str, text: str, say: Say) -> Trajectory:
@@ -95,11 +101,11 @@ def answer(rollouts: Rollouts, name: str, text: str, say: Say) -> Trajectory:
             for line in turn_lines(turn.kind, turn.think, turn.query, turn.text):
                 say(line)
             return
-        words = printable(observed_words(turn))
+        words = to_printable_line(observed_words(turn))
         if words:
-            say(cut(f"        {words}", LONGEST))
+            say(truncate(f"        {words}", LONGEST_LINE))
         for position, document in enumerate(turn.documents, 1):
-            say(folded(position, document))
+            say(document_line(position, document))
 
     return rollouts.run(run_question(rollouts, name, text, show, rollouts.context.rollout))
 

@@ -28,7 +28,7 @@ from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, score_agai
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation.report import FEW
+from calibadv_jax.evaluation.report import MIN_QUESTIONS_FOR_INTERVAL
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout_store.reader import KeptStep, find_step, read_step
 from calibadv_jax.rollout_store.schema import kept_steps
@@ -123,7 +123,7 @@ def _print_verdicts(console: Console, by_run: Mapping[Path, Sequence[Variant]]) 
     """Print the verdict on each variant of each run, and on each variant of several runs together."""
     console.say(
         f"\nverdict ({100 * CONFIDENCE:g} % intervals over groups;"
-        f" “cannot say”: intervals overlap, or there are fewer than {FEW} groups)"
+        f" “cannot say”: intervals overlap, or there are fewer than {MIN_QUESTIONS_FOR_INTERVAL} groups)"
     )
     for folder, variants in by_run.items():
         for variant in variants:

@@ -19,8 +19,8 @@ import numpy as np
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.evaluation.records import RowKey, ScoredRow, key_of, read_scores
-from calibadv_jax.evaluation.report import ALL, AVERAGE, FEW, metric_names, scores_of
+from calibadv_jax.evaluation.records import RowKey, ScoredRow, read_scores, row_key
+from calibadv_jax.evaluation.report import ALL, AVERAGE, MIN_QUESTIONS_FOR_INTERVAL, metric_names, scores_of
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 
@@ -117,7 +117,7 @@ def _read_seeds(argument: str) -> dict[str, Evaluation]:
     for name in names:
         path = Path(name)
         rows = read_scores(path.with_suffix(".jsonl") if path.suffix == ".json" else path)
-        evaluation = {key_of(row): row for row in rows}
+        evaluation = {row_key(row): row for row in rows}
         if not evaluation:
             raise UserError(f"{path}: no questions in it; run calibadv evaluate first")
         seeds[name] = evaluation
@@ -240,13 +240,13 @@ def _results_table(results: Mapping[ResultKey, Comparison], confidence: float) -
 def _warn_of_few_questions(console: Console, results: Mapping[ResultKey, Comparison]) -> None:
     num_questions: dict[str, int] = {}
     for (_, _, source), result in results.items():
-        if result.questions < FEW:
+        if result.questions < MIN_QUESTIONS_FOR_INTERVAL:
             num_questions[source] = result.questions
     if num_questions:
         counts = ", ".join(f"{source}: {count}" for source, count in num_questions.items())
         console.warn(
-            f"fewer than {FEW} questions ({counts}): their intervals and p-values are not reliable; evaluate"
-            " more questions (data.eval_limit)"
+            f"fewer than {MIN_QUESTIONS_FOR_INTERVAL} questions ({counts}): their intervals and p-values are"
+            " not reliable; evaluate more questions (data.eval_limit)"
         )
 
 

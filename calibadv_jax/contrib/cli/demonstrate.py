@@ -32,7 +32,7 @@ from calibadv_jax.contrib.support_search import (
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
-from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, neutralise, numbered
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, format_documents, neutralise
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.questions import load_questions, question_row
@@ -82,10 +82,10 @@ def run(config: Config) -> None:
     passages = read_passages(corpus, supporting_ids)
     find = find_varied_support if config.sft.first_query == "varied" else find_support
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    observations = observations.of(search_actions[0])
+    observations = observations.for_action(search_actions[0])
 
     def shown_to_policy(documents: Sequence[Document]) -> str:
-        listed = numbered(neutralise_documents(documents, tokenizer, grammar))
+        listed = format_documents(neutralise_documents(documents, tokenizer, grammar))
         _, text = observations.information(listed)
         return text
 

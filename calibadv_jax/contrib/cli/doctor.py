@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from calibadv_jax.config import Config
-from calibadv_jax.config.sections.policy import REST
+from calibadv_jax.config.sections.policy import REMAINING_DEVICES
 from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
 from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
@@ -34,7 +34,7 @@ from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.rollout_workers import find_workers
 from calibadv_jax.sampler.vllm_command import require_vllm
-from calibadv_jax.services.http_client import ONCE
+from calibadv_jax.services.http_client import SINGLE_ATTEMPT
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.snapshots.huggingface import check_weights
@@ -83,7 +83,7 @@ def _with_impatient_tools(config: Config) -> Config:
     tools = []
     for tool in config.tools:
         if tool.mcp:
-            tool = replace(tool, mcp=replace(tool.mcp, patience=ONCE))
+            tool = replace(tool, mcp=replace(tool.mcp, patience=SINGLE_ATTEMPT))
         tools.append(tool)
     return replace(config, tools=tools)
 
@@ -177,7 +177,7 @@ def check_sampler(config: Config) -> list[str]:
     if not sampler.urls:
         require_vllm()
         return [f"{sampler.workers} vLLM worker(s) of flavour {sampler.flavour} will be started here"]
-    labels, missing = find_workers(replace(sampler, patience=ONCE), lambda _: None)
+    labels, missing = find_workers(replace(sampler, patience=SINGLE_ATTEMPT), lambda _: None)
     lines = [f"{url}: serves weights {label!r}" for url, label in labels.items()]
     lines += [f"warning: {url} is away ({reason})" for url, reason in missing.items()]
     return lines
@@ -188,7 +188,7 @@ def check_retriever(config: Config) -> list[str]:
     if not config.has_retriever:
         return ["none: no action of tools asks it"]
     question = load_questions(config.data.eval, config.data.columns)[0]
-    impatient = replace(config.retriever, patience=ONCE)
+    impatient = replace(config.retriever, patience=SINGLE_ATTEMPT)
     with open_retriever(impatient, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
         retriever = RetrieverClient(impatient, url)
         health = retriever.health()
@@ -196,7 +196,7 @@ def check_retriever(config: Config) -> list[str]:
         reranked = retriever.check_reranker(health)
         documents = asyncio.run(_search_once(retriever, question.text))
         lines = [f"{retriever.url}: {state or 'answers, but has no /health that names its corpus and index'}"]
-        lines += [f"warning: {url} is away ({reason})" for url, reason in retriever.missing.items()]
+        lines += [f"warning: {url} is away ({reason})" for url, reason in retriever.unreachable.items()]
         lines.append(reranked)
         if documents:
             lines.append(f"first document for {question.text!r}: {documents[0].title!r}")
@@ -218,7 +218,7 @@ def check_judge(config: Config) -> list[str]:
     """Ask the judge, if there is one, for its verdict on a golden answer, and on none."""
     if not config.reward.judge.url:
         return []
-    judge = JudgeClient(replace(config.reward.judge, patience=ONCE))
+    judge = JudgeClient(replace(config.reward.judge, patience=SINGLE_ATTEMPT))
     question = load_questions(config.data.eval, config.data.columns)[0]
     right = question.golden_answers[0]
     try:
@@ -255,7 +255,7 @@ def check_shape(config: Config) -> list[str]:
     """Check mesh and memory without the policy's tensors and tokenizer."""
     mesh = config.mesh.sizes_on(jax.device_count())
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
-    if REST in config.mesh.sizes.values():
+    if REMAINING_DEVICES in config.mesh.sizes.values():
         lines = [f"mesh {shape}, as many as there are here"]
     else:
         lines = [f"mesh {shape}"]

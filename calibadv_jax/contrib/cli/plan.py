@@ -19,7 +19,7 @@ from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, fin
 from calibadv_jax.contrib.planning.work import Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
-from calibadv_jax.distributed.joining import own_workers
+from calibadv_jax.distributed.joining import workers_of_process
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
 
@@ -100,7 +100,7 @@ def make_plan(
         raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
     if target.hosts > 1:  # each host has a process, which must have workers of its own
-        own_workers(config.sampler, 0, target.hosts)
+        workers_of_process(config.sampler, 0, target.hosts)
     architecture = find_architecture(config)
     if architecture is None:
         raise UserError(
@@ -122,9 +122,11 @@ def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any
     """Return `compiled_figures` of each program, with the memory that lies beside it on a device."""
     sampler_config = sampler_of(plan.config, plan.target)
     sampler_target = plan.target.host  # each host samples for itself
-    trainer_programs = compiled.TRAINED + compiled.OF_CRITIC
+    trainer_programs = compiled.LEARNER_PROGRAMS + compiled.CRITIC_PROGRAMS
     figures_by_program = _compile_group(plan, plan.config, plan.target, trainer_programs, console)
-    figures_by_program |= _compile_group(plan, sampler_config, sampler_target, compiled.SAMPLED, console)
+    figures_by_program |= _compile_group(
+        plan, sampler_config, sampler_target, compiled.SAMPLER_PROGRAMS, console
+    )
     return figures_by_program
 
 
@@ -142,7 +144,7 @@ def _compile_group(
     for name in names:
         with console.phase(f"compiling for {target}: {name}", announce=True):
             program = compiled.lowered_program(config, plan.architecture, mesh, name)
-            beside = memory.held_beside(plan.estimate, name, shares_base)
+            beside = memory.memory_beside(plan.estimate, name, shares_base)
             results[name] = compiled.compiled_figures(program, beside)
     return results
 

@@ -15,8 +15,8 @@ from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_run
-from calibadv_jax.distributed.joining import alone
-from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered
+from calibadv_jax.distributed.joining import require_single_process
+from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered_warnings
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import find_policy
@@ -29,7 +29,7 @@ def run(config: Config) -> None:
     Raises:
         UserError: world.dir is empty, or a part of the chain cannot run.
     """
-    alone(config.distributed, "quickstart")
+    require_single_process(config.distributed, "quickstart")
     if not config.world.dir:
         raise UserError("world.dir is empty: the quickstart generates its world there")
     console = Console(config.log.progress)
@@ -67,7 +67,7 @@ def run(config: Config) -> None:
         seconds["total"] = time.monotonic() - start
         report = Path(config.run.dir) / "quickstart.json"
         write_json(report, {"before": before, "after": after, "seconds": seconds})
-    for line in unanswered(after):
+    for line in unanswered_warnings(after):
         console.warn(f"after training, {line}")
     console.say(_scores_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))

@@ -16,7 +16,7 @@ from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_open_tag
+from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_opening_tag
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout_store.reader import read_columns, read_metadata
 from calibadv_jax.rollout_store.schema import kept_steps
@@ -143,7 +143,7 @@ def _best(candidates: list[Candidate], limit: int) -> list[Candidate]:
 
 def demonstration(row: RecordRow) -> dict[str, Any]:
     """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
-    turns = [{"text": with_open_tag(turn["text"]), **_observation(turn)} for turn in row["turns"]]
+    turns = [{"text": with_opening_tag(turn["text"]), **_observation(turn)} for turn in row["turns"]]
     question = {name: row[name] for name in QUESTION}
     return {"id": row["question_id"], **question, "turns": turns}
 

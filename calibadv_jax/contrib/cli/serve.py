@@ -15,11 +15,11 @@ from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.stopping import Stop
-from calibadv_jax.core.tags import printable
+from calibadv_jax.core.tags import to_printable_line
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.rollout_store.schema import short_name
+from calibadv_jax.rollout_store.schema import run_name
 
 # Hosts that only this machine reaches.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
             _warm_up(rollouts)
             service = app.Service(
                 rollouts,
-                model=printable(short_name(arguments.policy)),
+                model=to_printable_line(run_name(arguments.policy)),
                 slots=arguments.slots,
                 queue=arguments.queue,
                 seconds=arguments.time_limit,

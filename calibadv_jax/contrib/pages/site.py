@@ -21,7 +21,7 @@ from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.rollout_store.reader import opening_and_actions, read_columns, read_metadata
-from calibadv_jax.rollout_store.schema import kept_steps, short_name
+from calibadv_jax.rollout_store.schema import kept_steps, run_name
 
 # Flags of a trajectory, each a bit: the first one has the value 1. static/records.js has the same order.
 FLAGS = (
@@ -150,7 +150,7 @@ class Site:
         config = self._config()
         return _json(
             {
-                "name": short_name(self.folder),
+                "name": run_name(self.folder),
                 "advantage": config["advantage"],
                 "planned": int(config["learner"]["steps"]),
                 "steps": steps,

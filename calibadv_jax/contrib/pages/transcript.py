@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from calibadv_jax.advantages.baselines import mean_and_std
 from calibadv_jax.advantages.calibadv import variant_keys
-from calibadv_jax.advantages.credit import last_filled, positive_negative_sums
+from calibadv_jax.advantages.credit import last_non_empty, positive_negative_sums
 from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
@@ -141,7 +141,7 @@ def transcript(
             }
         )
     estimator = ESTIMATORS.get(config.name)
-    estimator_judges = estimator is not None and estimator.judges
+    estimator_judges = estimator is not None and estimator.judges_searches
     return {
         **{name: first[name] for name in _GROUP},
         "silver": dict(first["silver"]),
@@ -159,7 +159,7 @@ def _turns(
     turns: list[dict[str, Any]] = []
     seen_ids: set[str] = set()  # documents of earlier turns
     facts = {"variants": variant_keys(asdict(config))}
-    last = last_filled([turn["token_ids"] for turn in row["turns"]])
+    last = last_non_empty([turn["token_ids"] for turn in row["turns"]])
     for index, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
         documents = [_document(document, row, turn, seen_ids) for document in turn["documents"]]
         seen_ids |= {document["id"] for document in documents}
@@ -285,8 +285,8 @@ def _facts(group: Sequence[RecordRow], config: AdvantageConfig) -> dict[str, Any
         # Whether advantages follow from mean and deviation of the group's scores alone.
         "of_group": config.estimator in ("grpo", "dr_grpo") and config.std_over == "group",
         "scaled": config.estimator != "dr_grpo" and config.normalize_std,
-        "differ": differ or bool(estimator and estimator.by_turn),
-        "carried": estimator.carried if estimator else "turns have advantages of their own",
+        "differ": differ or bool(estimator and estimator.turn_description),
+        "carried": estimator.token_description if estimator else "turns have advantages of their own",
         "variants": [f"{key}={settings[key]}" for key in variant_keys(settings)],
         "positive": positive,
         "negative": negative,

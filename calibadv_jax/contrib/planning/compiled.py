@@ -29,9 +29,9 @@ from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.engine import CacheEngine
 
 UPDATES = 100  # Length of the learning rate's schedule. The programs do not depend on it.
-TRAINED = ("update", "apply", "log-probabilities")
-OF_CRITIC = ("critic's update", "critic's apply")
-SAMPLED = ("prefill", "copy", "decode")
+LEARNER_PROGRAMS = ("update", "apply", "log-probabilities")
+CRITIC_PROGRAMS = ("critic's update", "critic's apply")
+SAMPLER_PROGRAMS = ("prefill", "copy", "decode")
 NO_ROOM = re.compile(r"RESOURCE_EXHAUSTED|Ran out of memory|out of memory", re.IGNORECASE)
 # Environment variables of the compilers; values that a user has set are kept.
 COMPILER = {
@@ -46,9 +46,9 @@ NVIDIA_COMPILER = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14")
 
 def programs_of(config: Config) -> tuple[str, ...]:
     """Return the names of the programs that a run compiles, for `lowered_program`."""
-    programs: tuple[str, ...] = TRAINED
+    programs: tuple[str, ...] = LEARNER_PROGRAMS
     if config.advantage.has_critic:
-        programs += OF_CRITIC
+        programs += CRITIC_PROGRAMS
     if config.sampler.name == "jax":
         programs += ("prefill", "decode")
     return programs
@@ -119,18 +119,18 @@ def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name
         config: The config, `placed_on` the mesh's devices.
         architecture: The policy's architecture.
         mesh: The mesh, which may be a `topology_mesh`.
-        name: One of `TRAINED`, `OF_CRITIC` or `SAMPLED`.
+        name: One of `LEARNER_PROGRAMS`, `CRITIC_PROGRAMS` or `SAMPLER_PROGRAMS`.
     """
     numerics = Numerics.from_config(config.policy)
     adapters = Adapters.from_config(config.policy.lora)
     policy = Policy(architecture, numerics, adapters)
     length = config.learner.pack_length
-    if name in SAMPLED:
+    if name in SAMPLER_PROGRAMS:
         engine = CacheEngine(policy, mesh, config.sampler, config.rollout.max_length)
         return engine.lower()[name]
     learner: Learner
     loss: LossFunction
-    if name in OF_CRITIC:
+    if name in CRITIC_PROGRAMS:
         schedule = make_schedule(config.critic.optimizer, UPDATES)
         learner = critic_learner(config, policy, mesh, schedule)
         loss = ValueLoss(config.critic.clip)

@@ -15,7 +15,7 @@ import yaml
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.attention import KERNELS
+from calibadv_jax.policy.attention import BACKEND_KERNELS
 from calibadv_jax.policy.sharding import local_sizes
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # Environment variable: share of a GPU's memory that JAX takes.
@@ -183,7 +183,7 @@ def placed_on(config: Config, target: Target) -> Config:
     policy = config.policy
     if policy.attention == "auto":
         platform = "gpu" if target.platform == "cuda" else "tpu"
-        policy = replace(policy, attention=KERNELS[platform])
+        policy = replace(policy, attention=BACKEND_KERNELS[platform])
     return replace(config, mesh=replace(config.mesh, **sizes), policy=policy)
 
 

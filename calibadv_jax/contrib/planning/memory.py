@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from calibadv_jax.config import Config, OptimizerConfig
-from calibadv_jax.learner.critic import critic_of
-from calibadv_jax.learner.optimizer import STACKED_MATRICES, most_at_once
+from calibadv_jax.learner.critic import make_critic
+from calibadv_jax.learner.optimizer import STACKED_MATRICES, peak_elements
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.attention import SCORE_BYTES
@@ -47,7 +47,7 @@ LEARNER_INPUTS: dict[str, tuple[str, ...]] = {
     "critic's apply": ("critic", "critic's optimizer"),
 }
 SAMPLER_INPUTS = ("sampler weights", "kv cache")
-_critic_of = lru_cache(maxsize=8)(critic_of)
+_critic_of = lru_cache(maxsize=8)(make_critic)
 
 
 def estimate_memory(
@@ -168,7 +168,7 @@ def program_memory(estimate: Mapping[str, float], shares_base: bool = False) -> 
     return programs
 
 
-def held_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
+def memory_beside(estimate: Mapping[str, float], program: str, shares_base: bool = False) -> float:
     """Return the bytes on a device that a run holds besides a program and its inputs.
 
     Args:
@@ -259,7 +259,7 @@ def _optimizer_state(rule: OptimizerConfig, counts: Mapping[str, int], stored_by
         has_one_moment = rule.name == "muon" and is_stacked_matrix
         moments[path] = count if has_one_moment else 2 * count
     if rule.offload == "host":
-        return _Moments(permanent=0.0, in_use=2 * most_at_once(moments.values()) * stored_bytes)
+        return _Moments(permanent=0.0, in_use=2 * peak_elements(moments.values()) * stored_bytes)
     return _Moments(permanent=sum(moments.values()) * stored_bytes, in_use=0.0)
 
 

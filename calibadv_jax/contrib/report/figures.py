@@ -68,7 +68,7 @@ def _catalogue_unit_and_text(lines: Mapping[str, str]) -> tuple[str, str]:
     """Return the unit of the first metric in the catalogue, and the meaning of all of them as a sentence."""
     labels: dict[catalogue.Metric, list[str]] = defaultdict(list)
     for name, label in lines.items():
-        entry = catalogue.find(name)
+        entry = catalogue.find_metric(name)
         if entry is not None:
             labels[entry].append(label)
     first = next(iter(labels))

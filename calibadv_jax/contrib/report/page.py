@@ -16,7 +16,7 @@ from calibadv_jax.contrib.report.draw import draw, place, themed_svg
 from calibadv_jax.contrib.report.gather import Chart, Gathered
 from calibadv_jax.contrib.report.runs import Run, compare
 from calibadv_jax.metrics.console import duration, number
-from calibadv_jax.rollout_store.schema import short_name
+from calibadv_jax.rollout_store.schema import run_name
 
 LAST_VALUES = 10  # values that `mean_of_last` averages
 
@@ -96,7 +96,7 @@ def _inspected(run: Run) -> dict[str, Any]:
     """Return what the page's script needs to open a kept step of a run in ``calibadv inspect``."""
     return {
         "label": run.name,
-        "name": short_name(run.folder),
+        "name": run_name(run.folder),
         "command": f"calibadv inspect {shlex.quote(str(run.folder))}",
         "steps": sorted(run.rollouts),
     }

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from calibadv_jax.config.kept import newest_start, rebase_paths, start_files
-from calibadv_jax.config.keys import among, marked
+from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
@@ -20,7 +20,7 @@ from calibadv_jax.metrics.writer import read_metrics
 from calibadv_jax.rollout_store.schema import kept_steps
 
 MAX_SERIES = 8  # curves of one chart that can be told apart
-IGNORED = marked(Mark.PER_RUN)  # keys whose values may differ between runs of one experiment
+IGNORED = keys_with_mark(Mark.PER_RUN)  # keys whose values may differ between runs of one experiment
 LONGEST_NAME = 22  # letters of a curve's name
 
 
@@ -188,7 +188,7 @@ def compare(series: Sequence[Series]) -> dict[str, list[list[str]]]:
 
 def _experiment(run: Run) -> dict[str, str]:
     """Return the settings that two runs must share to be seeds of one experiment."""
-    settings = {key: text for key, text in _relative(run).items() if not among(IGNORED, key)}
+    settings = {key: text for key, text in _relative(run).items() if not is_among(IGNORED, key)}
     hashes = dict(run.identity)
     if run.setting("world.dir"):
         # Each run generates a world with a seed of its own, so only the policy's shape must be the same.

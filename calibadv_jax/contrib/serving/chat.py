@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.answers import holds_answer
-from calibadv_jax.core.tags import Grammar, neutralise, printable
+from calibadv_jax.core.tags import Grammar, neutralise, to_printable_line
 from calibadv_jax.core.trajectory import Document, Trajectory, Turn
-from calibadv_jax.metrics.shown_steps import LONGEST, cut, ending
+from calibadv_jax.metrics.shown_steps import LONGEST_LINE, answer_line, truncate
 
 Moment = tuple[Turn, bool]  # a sampled turn, and whether it has its observation
 Progress = Moment | Trajectory  # the moments of a question, and at the end its trajectory
@@ -87,7 +87,7 @@ class ChatRequest(BaseModel):
         ignored = [f"{message.role} message" for message in self.messages if message.role != "user"]
         for name, value in (self.model_extra or {}).items():
             if value is not None:
-                ignored.append(printable(name))
+                ignored.append(to_printable_line(name))
         return ignored
 
 
@@ -107,7 +107,7 @@ def parse(body: bytes, model: str) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ApiError(400, printable(f"{place}: {first['msg']}")) from error
+        raise ApiError(400, to_printable_line(f"{place}: {first['msg']}")) from error
     if request.model != model:
         raise ApiError(404, f"model: there is {model!r} only")
     roles = [message.role for message in request.messages]
@@ -117,7 +117,7 @@ def parse(body: bytes, model: str) -> ChatRequest:
             "messages: one question gives one trajectory; send one user message with the question, and no"
             " history",
         )
-    if not printable(request.question):
+    if not to_printable_line(request.question):
         raise ApiError(400, "messages: the question is empty")
     return request
 
@@ -181,7 +181,7 @@ class ChatReply:
         yield "data: [DONE]\n\n"
 
     def _shown(self, text: str) -> str:
-        return printable(neutralise(text, grammar=self._grammar))
+        return to_printable_line(neutralise(text, grammar=self._grammar))
 
     def _document(self, document: Document) -> dict[str, str]:
         return {
@@ -215,7 +215,7 @@ class ChatReply:
         """Return the answer; or, where there is none, why."""
         if trajectory.answer is not None:
             return {"content": self._shown(trajectory.answer), "refusal": None}
-        return {"content": "", "refusal": self._shown(ending(trajectory))}
+        return {"content": "", "refusal": self._shown(answer_line(trajectory))}
 
     def _sources(self, trajectory: Trajectory) -> dict[str, Any]:
         """Return the documents that were read, each once, with the duration and `ignored`."""
@@ -239,9 +239,9 @@ def _reasoning(part: Mapping[str, Any]) -> str:
         paragraphs.append(f"{part['kind']}: {part['query']}")
     elif "text" in part:
         paragraphs.append(f"{part['kind']}: {part['text']}")
-    paragraphs.append(cut(part.get("words", ""), LONGEST))
+    paragraphs.append(truncate(part.get("words", ""), LONGEST_LINE))
     for number, document in enumerate(part.get("documents", ()), 1):
-        paragraphs.append(cut(f"[{number}] {document['title']}: {document['text']}", SHOWN))
+        paragraphs.append(truncate(f"[{number}] {document['title']}: {document['text']}", SHOWN))
     return "".join(f"{paragraph}\n\n" for paragraph in paragraphs if paragraph)
 
 
