@@ -200,6 +200,15 @@ def test_policy_is_known_by_its_place(tmp_path, monkeypatch, path, kind, step, m
     assert source.at_step().step == pinned
 
 
+def test_newest_checkpoint_stays_the_same_while_its_run_goes_on(tmp_path):
+    for step in (3, 20):
+        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
+    newest = find_policy(tmp_path).at_step()
+    (tmp_path / "checkpoints/21").mkdir()
+    assert newest.step == 20
+    assert newest.at_step() == newest
+
+
 def test_tokenizer_splits_alike_beside_a_policy(tmp_path):
     """transformers has a class of its own for qwen2, which splits in another way."""
     write_policy(tmp_path, model_type="qwen2")
