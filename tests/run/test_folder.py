@@ -185,14 +185,19 @@ def test_start_on_a_full_disk_leaves_the_older_start_whole(small_disk, room):
     assert newest_start(folder).path.name == "1.yaml"
 
 
-def test_damaged_hashes_are_one_line(run):
+def test_damaged_hashes_are_refused_until_they_are_removed(run):
     with_checkpoint(run)
-    (run.folder / "configs/0.json").write_text("")
+    path = run.folder / "configs/0.json"
+    path.write_text("")
     before = contents(run.folder)
-    with pytest.raises(UserError, match="0.json") as refused:
+    with pytest.raises(UserError, match=r"0\.json: .*; remove it, and its hashes count as lost") as refused:
         run()
     assert "\n" not in str(refused.value)
     assert contents(run.folder) == before
+    path.unlink()
+    assert "accepted" in run("checkpoint.allow_change=[data.content, policy.config, policy.vocabulary]")
+    run()
+    assert run() == ""
 
 
 INDEX = {"status": "ready", "corpus_sha256": "c1", "encoder": "hashed", "documents": 7, "identity": "aa"}
