@@ -286,6 +286,23 @@ def test_what_is_missing_is_said_in_one_line(config, tmp_path):
         write_demonstrations(config)
 
 
+@pytest.mark.parametrize(
+    ("section", "changes", "advice"),
+    [
+        ("sft", {"demonstrations": "world"}, "sft.demonstrations is 'world': set it to the file to write"),
+        ("retriever", {"corpus": ""}, "retriever.corpus is empty: set it to the file of the passages"),
+    ],
+)
+def test_missing_key_comes_with_advice(config, section, changes, advice):
+    with pytest.raises(UserError, match=advice):
+        run(changed(config, **{section: changes}))
+
+
+def test_tools_without_search_are_refused_with_advice(config):
+    with pytest.raises(UserError, match="tools has no search.*put it into tools"):
+        run(replace(config, tools=[ToolConfig("examples.own_tool:Calculator")]))
+
+
 COVERED = [
     row("hop", WRITER, ["Oslo"], ["p0", "p1"], "two"),
     row("one", "In which city was Bo Dorn born?", ["Lima"], ["p3"], "one"),

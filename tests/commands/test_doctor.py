@@ -13,7 +13,7 @@ from http_rig import Handler, serving
 from rows_rig import write_rows
 from tiny_policy import WIDER
 
-from calibadv_jax.config import McpConfig, MeshConfig, ToolConfig
+from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
@@ -95,6 +95,28 @@ def test_every_check_passes_and_describes(config, capsys):
     assert "<search> 1" in output  # the tokenizer has a token for every tag
 
 
+def test_each_check_is_named_while_it_runs(config, capsys):
+    with replying(working_retriever()) as url:
+        doctor.run(with_retriever(config, url))
+    lines = capsys.readouterr().err.splitlines()
+    named = [line for line in lines if line.startswith("checking: ")]
+    assert named == [f"checking: {name}" for name in doctor.CHECKS]
+
+
+def test_offline_checks_of_a_sound_config_pass(config, capsys):
+    lines, last = findings(capsys, config, offline=True)
+    assert all(line.startswith("ok   ") for line in lines)
+    assert last == "every offline check passed; warnings: 0, not checked: 0"
+
+
+def test_mesh_that_this_machine_lacks_is_not_checked_offline(config, capsys):
+    larger = changed(config, mesh={"fsdp": 16}, learner={"microbatch_rows": 16})
+    lines, last = findings(capsys, larger, offline=True)
+    skipped = "skip policy: memory: the mesh has 16 devices, and this machine 8"
+    assert any(line.startswith(skipped) for line in lines)
+    assert last == "every offline check passed; warnings: 0, not checked: 1"
+
+
 def test_failed_check_is_counted_and_others_run(config, capsys):
     broken = changed(config, data={"train": "none.jsonl"})
     with replying(working_retriever()) as url:
@@ -149,6 +171,37 @@ def test_start_checks_the_services_that_are_named(config):
     with pytest.raises(UserError, match="vLLM worker http://127.0.0.1:9: cannot be reached"):
         check_inputs(changed(config, sampler=away))
     check_inputs(changed(config, sampler=away | {"name": "jax"}))  # which uses none of them
+
+
+def test_policy_check_refuses_overlong_prompts(config):
+    short = changed(config, rollout={"max_prompt_length": 4})
+    with pytest.raises(UserError, match="data.train: the prompts of 2 of 2 questions"):
+        doctor.check_policy(short)
+
+
+def test_start_checks_evaluation_questions_only_if_it_evaluates(config):
+    missing = changed(config, data={"eval": "none.jsonl"})
+    check_inputs(changed(missing, evaluate={"every": 0}))
+    with pytest.raises(UserError, match="none.jsonl: no such file"):
+        check_inputs(changed(missing, evaluate={"every": 5}))
+
+
+def test_every_worker_is_asked(config):
+    good = {"/weight_info": (200, {"weight_version": "abc/3"})}
+    with replying(good) as first, replying({}) as second:
+        workers = changed(config, sampler={"name": "vllm", "urls": [first, second]})
+        with pytest.raises(UserError, match=f"{second}: no /weight_info"):
+            doctor.check_sampler(workers)
+
+
+def test_search_without_a_retriever_fails(config):
+    with pytest.raises(UserError, match="retriever.url is empty"):
+        doctor.check_retriever(replace(config, retriever=RetrieverConfig()))
+
+
+def test_mesh_that_shares_all_heads_has_no_warning(config):
+    shared = changed(config, mesh={"fsdp": 4, "tensor": 2})
+    assert not any("warning" in line for line in doctor.check_policy(shared))
 
 
 def test_worker_is_asked_what_it_serves(config):
@@ -216,6 +269,12 @@ class Judging(Handler):
 
 def judged_by(config, url):
     return changed(config, reward={"judge": JudgeConfig(url=f"{url}/v1", model="m")})
+
+
+def test_generous_judge_is_named_with_its_question(config):
+    with serving(type("Kind", (Judging,), {"says_yes_to_all": True})) as url:
+        _, warning = doctor.check_judge(judged_by(config, url))
+    assert warning == "warning: it misjudges these answers to 'where is y ?'; see reward.judge.prompt"
 
 
 def test_judge_is_asked_about_right_and_wrong_answer(config):

@@ -100,6 +100,41 @@ def test_report_tables_and_transcripts_agree(run):
     assert search["document_ids"] == ["a 0/0", "a 0/1"] and "text a 0 1" in search["observation"]
 
 
+def test_row_holds_the_answers_and_their_share(run):
+    run(evaluate={"temperatures": [1.0], "samples": 2})
+    row = rows(run)[0]
+    assert [trajectory["answer"] for trajectory in row["trajectories"]] == ["yes", "yes"]
+    assert row["scores"]["mean@2"] == 1
+
+
+def test_tables_have_a_row_for_each_temperature_and_source(run):
+    report, _ = run(Scripted(drawn), evaluate={"temperatures": [0.0, 1.0], "samples": 4})
+    headers, cells = table_rows(report)
+    assert headers[:5] == ["temperature", "data", "f1", "em", "cover_em"]
+    sources = ["all", "average", "a", "b"]
+    assert [row[:2] for row in cells] == [[name, source] for name in ("0", "1") for source in sources]
+    # Headers, a line below them, an empty line, and the explanation of the brackets.
+    assert len(run.file(".md").read_text().splitlines()) == 2 + 2 * 4 + 2
+
+
+def test_several_files_are_one_evaluation(run):
+    run.questions = {"a.jsonl": QUESTIONS[:4], "b.jsonl": QUESTIONS[4:]}
+    report, _ = run()
+    assert list(report.means["0"]) == ["all", "average", "a", "b"]
+
+
+def test_evaluation_with_too_many_failures_loses_nothing(run):
+    keys = {"rollout": {"max_failed_share": 0.0, "max_concurrency": 1}}
+    run.shelf = Shelf({"b 3": RequestFailed("retriever", "gone")})
+    with pytest.raises(UserError, match="1 of 8 trajectories failed"):
+        run(**keys)
+    assert len(rows(run)) == 8
+    run.shelf = Shelf()
+    report, sampler = run(**keys)
+    assert len(sampler.asked) == 2  # turns of the one question
+    assert report.means["0"]["all"]["questions"] == 8
+
+
 def test_failed_trajectories_are_counted_and_sampled_again(run):
     """The retriever fails for one question of a; at temperature 0 that question has no score."""
     run.shelf = Shelf({"a 1": RequestFailed("retriever", "gone")})
@@ -130,7 +165,7 @@ def contents(run):
     return [run.file(end).read_bytes() for end in (".json", ".md", ".csv", ".jsonl")]
 
 
-@pytest.mark.parametrize("stop_after", [0, 20])
+@pytest.mark.parametrize("stop_after", [0, 1, 7, 20, 47])
 def test_interrupted_evaluation_resumes_to_the_same_table(run, stop_after):
     keys = {"evaluate": {"temperatures": [0.0, 1.0], "samples": 2}, "rollout": {"max_concurrency": 3}}
     run(Scripted(drawn), **keys)
@@ -149,6 +184,37 @@ def test_interrupted_evaluation_resumes_to_the_same_table(run, stop_after):
     assert contents(run) == whole
     _, sampler = run(Scripted(drawn), **keys)
     assert sampler.asked == [] and contents(run) == whole
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": {"seed": 1}},
+        {"evaluate": {"method": "empty_retriever"}},
+        {"rollout": {"max_searches": 1}},
+        {"retriever": {"topk": 5}},
+        {"prompt": {"template": "Tell: {question}"}},
+        {"tools": ["search", "access"]},
+        {"reward": {"answer": "examples.own_reward:short_way"}},
+    ],
+    ids=str,
+)
+def test_another_evaluation_is_not_continued(run, changes):
+    run()
+    _, sampler = run(**changes)
+    assert len({session for session, _ in sampler.asked}) == 8
+    assert len(rows(run)) == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"retriever": {"index": "elsewhere", "patience": 3}}, {"rollout": {"max_concurrency": 2}}],
+    ids=str,
+)
+def test_speed_and_place_make_no_other_evaluation(run, changes):
+    run()
+    _, sampler = run(**changes)
+    assert sampler.asked == []
 
 
 @pytest.mark.timeout(60)
@@ -192,6 +258,15 @@ def test_foreign_file_or_run_is_not_overwritten(run, tmp_path):
         run(evaluate={"output": str(tmp_path / "old/scores.json")})
     with pytest.raises(ValueError, match=r"output is 'scores.jsonl': it must end in .json"):
         EvaluateConfig(output="scores.jsonl")
+
+
+def test_refusal_of_a_foreign_file_names_the_fields_that_it_lacks(run):
+    run.file(".jsonl").write_text('{"id": "1"}\n')
+    advice = "not a line of calibadv evaluate; give another file"
+    with pytest.raises(
+        UserError, match=rf"evaluation.jsonl:1: no temperature, .*evaluation, content, .*: {advice}"
+    ):
+        run()
 
 
 def test_validation_is_a_fixed_sample_and_writes_nothing(run):
@@ -249,7 +324,11 @@ def service(**health):
         yield {"retriever": {"url": url}}
 
 
-@pytest.mark.parametrize("other", [{"corpus_sha256": "c2"}, {"identity": "i2"}], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [{"corpus_sha256": "c2"}, {"encoder": "e5"}, {"reranker": "m"}, {"identity": "i2"}],
+    ids=str,
+)
 def test_another_service_is_another_evaluation(run, other):
     moved = SERVICE | {"status": "loading"}
     with service(**SERVICE) as first, service(**moved) as same, service(**SERVICE | other) as second:
@@ -257,6 +336,15 @@ def test_another_service_is_another_evaluation(run, other):
         assert len(run(**second)[1].asked) == 16
         corpora = {row["retriever"].get("corpus_sha256") for row in rows(run)}
         assert corpora == {other.get("corpus_sha256", "c1")}
+
+
+def test_evaluation_is_not_continued_with_another_service(run):
+    keys = {"rollout": {"max_concurrency": 1}}
+    with service(**SERVICE) as first, service(**SERVICE | {"corpus_sha256": "c2"}) as second:
+        with pytest.raises(Stopped):
+            run(Scripted(stop_after=9), **keys, **first)
+        _, sampler = run(**keys, **second)
+        assert len(sampler.asked) == 16
 
 
 def test_service_without_description_is_its_address(run):
@@ -310,6 +398,29 @@ def test_overlong_prompts_are_refused_or_left_out(run, capsys):
     assert run(**keys)[1].asked == []
     means, _ = run.validate(**keys)
     assert means["0"]["all"]["questions"] == 8
+
+
+def test_refusal_of_overlong_prompts_names_limit_and_question(run):
+    run.questions = {"eval.jsonl": [*QUESTIONS, LONG]}
+    words = r"1 of 9 questions are longer than .*=100, .* 171 tokens \(.*'long'\)"
+    with pytest.raises(UserError, match=words):
+        run(rollout={"max_prompt_length": 100})
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_question_without_room_for_passages_is_asked_alone(run, room):
+    """The prompt of the question is longer than max_prompt_length; observations have more room."""
+    bare = len(methods.METHODS["rag"].template.format(question="Question: a 0"))
+    lengths = {"max_prompt_length": bare - 10, "max_observation_length": 10 + room, "max_length": 4000}
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=lengths)
+    assert {len(prompt) for prompt in sampler.prompts} == {bare + room}
+
+
+def test_passages_are_cut_before_the_question(run):
+    run.shelf.documents = [Document("1", "first", "word " * 200_000)]
+    room = {"max_prompt_length": 200, "max_observation_length": 400, "max_length": 4000}
+    _, sampler = run(Scripted(searches=False), evaluate={"method": "rag"}, rollout=room)
+    assert [prompt.strip()[-3:] for prompt in sampler.prompts] == [question.text for question in QUESTIONS]
 
 
 def test_passages_are_cut_to_the_prompt_length(run):

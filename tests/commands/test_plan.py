@@ -55,6 +55,41 @@ def test_estimate_prints_memory_work_and_hours(capsys, tmp_path):
     assert json.loads(file.read_text())["seconds"] == pytest.approx(2 * figures["seconds"])
 
 
+def test_estimate_prints_verdict_and_length_of_the_run(capsys):
+    expected = ["--tokens", "4000", "--sampled", "700"]
+    _, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
+    assert "qwen2, 7615.62M parameters" in printed
+    assert "fits 59.3 GiB of a device, by the formula" in printed
+    assert "at efficiency 0.4:" in printed
+    assert "205 steps:" in printed
+    assert "not counted: retrieval" in printed
+
+
+def test_misfit_names_the_limit_and_the_cheapest_remedy(capsys):
+    status, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", "policy.remat=none")
+    assert status == 1
+    assert "does not fit 59.3 GiB of a device" in printed
+    assert "would fit: policy.remat=full (26.5 GiB by the formula)" in printed
+
+
+def test_run_that_no_change_fits_names_other_ways_out(capsys):
+    status, printed, _ = planned(capsys, "--config", PAPER, "--tpu", "v5e:2x4", "--estimate")
+    assert status == 1
+    assert "take more devices" in printed
+
+
+def test_share_of_filled_rows_is_printed(capsys):
+    many = ["--tpu", "v5p:4x8x8", "mesh.fsdp=256", "learner.microbatch_rows=256", "sampler.name=jax"]
+    arguments = ["--config", PAPER, *many, "--estimate", "--tokens", "4000"]
+    status, printed, _ = planned(capsys, *arguments)
+    assert status == 0
+    assert "which fill 33% of the update's rows" in printed
+    fewer = [*arguments, "mesh.fsdp=64", "mesh.tensor=4", "learner.microbatch_rows=64"]
+    _, printed, _ = planned(capsys, *fewer)
+    share = int(printed.partition("which fill ")[2].partition("%")[0])
+    assert share > 90
+
+
 @pytest.mark.parametrize(
     ("config", "devices", "changes"),
     [

@@ -69,6 +69,22 @@ def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
     assert sum(parts.values()) == pytest.approx(report["seconds"]["total"], abs=0.5)
 
 
+def means(f1, valid, searches):
+    return {"f1": f1, "format": valid, "searches": searches}
+
+
+def test_table_compares_every_data_source():
+    before = {"0": {"all": means(0.1, 0.2, 1.0), "two_hop": means(0.3, 0.4, 1.5)}}
+    after = {"0": {"all": means(0.5, 0.6, 2.0), "two_hop": means(0.7, 0.8, 2.5)}}
+    head, _, *rows = quickstart._scores_table(before, after).splitlines()
+    assert head.split("  ")[0] == "temperature"
+    assert "F1 before  F1 after  format  searches" in head
+    assert [row.split() for row in rows] == [
+        ["0", "all", "0.100", "0.500", "0.600", "2.000"],
+        ["0", "two_hop", "0.300", "0.700", "0.800", "2.500"],
+    ]
+
+
 def test_existing_cold_start_is_checked_and_kept(tmp_path, chain):
     config, done = chain
     with pytest.raises(UserError, match="world.dir is empty"):

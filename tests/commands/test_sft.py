@@ -14,6 +14,7 @@ import pytest
 import yaml
 from config_rig import changed
 from rows_rig import write_rows
+from run_folder_rig import another_calculator
 from safetensors.numpy import load_file
 from tiny_policy import GROUPED
 from trainer_rig import rows
@@ -34,7 +35,14 @@ from calibadv_jax.snapshots.checkpoint import newest_step
 from calibadv_jax.snapshots.huggingface import read_hf_config
 
 # Tokens of a row, rows, tokens of the shortest and of the longest sample.
-SHAPES = [(128, 4, 5, 30), (128, 4, 1, 128), (128, 3, 40, 70), (64, 1, 1, 64), (50, 2, 50, 50)]
+SHAPES = [
+    (128, 4, 5, 30),
+    (128, 4, 1, 128),
+    (128, 3, 40, 70),
+    (64, 1, 1, 64),
+    (96, 5, 25, 50),
+    (50, 2, 50, 50),
+]
 
 QUESTION = Question("1", "who wrote silent garden ?", ("ada",), "test")
 
@@ -91,6 +99,25 @@ def test_batches_are_filled_as_first_fit_places(monkeypatch, pack_length, rows, 
     ]
     assert fulls[:-1] == expected and fulls[-1] == pending and len(fulls) > 4
     assert len(counted) < 400 * (0.5 if longest < pack_length // 4 else 1)
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(70, [64, 6]), (64, [64])])
+def test_last_batch_of_a_phase_holds_the_rest(count, sizes):
+    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * count
+    assert [len(full) for full in sft._fill_rows(samples, 4, 320)] == sizes
+
+
+def test_rows_are_planned_only_if_one_more_may_be_needed(monkeypatch):
+    counted = []
+    monkeypatch.setattr(sft, "plan", lambda *arguments: counted.append(1) or plan(*arguments))
+    samples = [Sample(np.zeros(20, np.int32), *[None] * 3)] * 200
+    assert [len(full) for full in sft._fill_rows(samples, 4, 320)] == [64, 64, 64, 8]
+    assert len(counted) < 20
+
+
+def test_epochs_of_generated_demonstrations_are_refused_with_the_reason():
+    with pytest.raises(UserError, match="sft.demonstrations=world writes new demonstrations all the time"):
+        sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)
 
 
 def test_phase_has_steps_or_epochs(tmp_path, tokenizer):
@@ -152,6 +179,20 @@ def test_observations_of_demonstrations_cannot_write_tags(tmp_path, tokenizer):
         assert "lives" in text and "lives" not in tokenizer.decode(sample.tokens[sample.mask])
 
 
+def test_chat_has_the_tokens_of_the_same_turns(tmp_path, tokenizer):
+    """What a tool says is shown as the agent loop shows it, and is not trained."""
+    observation = '<information>Doc 1(Title: "a") b\nDoc 2(Title: "c") d</information>'
+    sample = encoded(tmp_path, chat(QUESTION.text, SEARCH, observation, ANSWER), tokenizer)
+    documents = (Document("1", "a", "b"), Document("2", "c", "d"))
+    demonstration = Demonstration(QUESTION, (DemoTurn(SEARCH, documents), DemoTurn(ANSWER)))
+    expected = sft.encode_demonstration(demonstration, config_with(), tokenizer, "sampled")
+    np.testing.assert_array_equal(sample.tokens, expected.tokens)
+    np.testing.assert_array_equal(sample.mask, expected.mask)
+    trained = tokenizer.decode(sample.tokens[sample.mask])
+    assert "information" not in trained
+    assert "<search>" in trained and "<answer>" in trained
+
+
 @pytest.mark.parametrize(
     ("template", "start"),
     [
@@ -189,6 +230,9 @@ def messages(*pairs):
         (messages(("assistant", None)), "write a tool call as <search>"),
         (messages(("assistant", ANSWER)), "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
+        ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),
+        (messages(("user", "x"), ("assistant", ANSWER), ("assistant", ANSWER)), "message 3 .*two messages"),
+        (chat("x", f"{ANSWER} bye"), "message 2 of 'messages': the policy stops after its action; remove"),
         (chat("x", f"{ANSWER}<b>"), "message 2 of 'messages': the policy stops after its action; remove"),
         (messages(("user", "x"), ("assistant", ANSWER), ("assistant", ANSWER)), "two messages of the"),
         (messages(("user", "x"), ("assistant", ANSWER), ("system", "y")), "message 3 .*a system message"),
@@ -326,6 +370,28 @@ def test_phases_and_seeds_see_other_demonstrations(started, tokenizer):
     assert not np.array_equal(next(sft._batches(config, PHASES[0], (), tokenizer, 4)).tokens, same.tokens)
 
 
+def test_no_demonstration_is_lost_between_batches(started, tokenizer):
+    """All that was drawn is trained, in the order in which it was drawn."""
+    config, _, _ = started
+    samples = islice(sft._drawn_samples(config, PHASES[0], (), tokenizer, 7), 400)
+    expected = [sample.tokens.tobytes() for sample in samples]
+    start = 0
+    for batch in islice(sft._batches(config, PHASES[0], (), tokenizer, 7), 3):
+        trained = segments(batch)
+        assert sorted(trained) == sorted(expected[start : start + len(trained)])
+        start += len(trained)
+    assert start > 40
+
+
+def segments(batch):
+    """The tokens of each packed sample of a batch, as bytes."""
+    samples = []
+    for tokens, segment_ids in zip(batch.tokens, batch.segment_ids, strict=True):
+        for segment in range(1, segment_ids.max() + 1):
+            samples.append(tokens[segment_ids == segment].tobytes())
+    return samples
+
+
 def test_finished_cold_start_leaves_policy_and_config(started, tmp_path):
     config, folder, _ = started
     written = read_hf_config(folder / "sft")
@@ -430,6 +496,16 @@ def test_killed_cold_start_resumes_with_same_settings_only(started, tmp_path, mo
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     sft.run(config)
     assert_the_same(whole, folder)
+
+
+@pytest.mark.medium
+def test_unfinished_cold_start_is_not_continued_with_changed_actions(started, tmp_path, monkeypatch):
+    tools = [ToolConfig("search"), ToolConfig("examples.own_tool:Calculator")]
+    config = replace(moved(started[0], tmp_path / "run"), tools=tools)
+    interrupted(config, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    another_calculator(monkeypatch, "guess a number")
+    with pytest.raises(UserError, match=r"unfinished cold start with other settings \(tools.content\)"):
+        sft.run(config)
 
 
 class Killed(BaseException):

@@ -24,6 +24,33 @@ pytest.importorskip("fastapi")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+QUESTION = '{"id": "1", "question": "Who?", "golden_answers": ["Ann"], "data_source": "test"}\n'
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "message"),
+    [
+        (["data.train={}/none.jsonl"], 2, "none.jsonl: no such file of questions"),  # before anything heavy
+        ([], 2, "sft/config.json: no such file; give a HuggingFace folder"),
+        (["retriever.url=http://127.0.0.1:9", "retriever.patience=0.2"], 75, "cannot be reached"),
+        (["rollout.group_sise=3"], 2, "did you mean 'rollout.group_size'"),
+        (["policy.path="], 2, "no tokenizer files there"),
+        (["learner.pack_length=10"], 2, "learner.pack_length is 10"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, overrides, status, message):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "questions.jsonl").write_text(QUESTION)
+    places = [f"run.dir={tmp_path}/run", f"data.train={tmp_path}/questions.jsonl"]
+    arguments = ["--config", "configs/quickstart.yaml", *places]
+    with pytest.raises(SystemExit) as ended:
+        cli.calibadv(["train", *arguments, *(override.format(tmp_path) for override in overrides)])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert ended.value.code == status
+
+
 @pytest.mark.slow
 def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"

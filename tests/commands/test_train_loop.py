@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from orbax.checkpoint.checkpoint_manager import CheckpointManager
 from tiny_policy import Letters
@@ -92,6 +94,27 @@ def test_interrupted_run_keeps_whole_steps_and_goes_on(tmp_path, monkeypatch, fa
     assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
 
 
+@pytest.mark.medium
+def test_failed_evaluation_is_left_to_the_next_due_step(tmp_path, monkeypatch):
+    evaluated = []
+
+    def validate(config, rollouts):
+        evaluated.append(rollouts.loaded[-1][0])
+        if len(evaluated) == 2:
+            raise Broken
+        return {"0": {"all": {"f1": 0.5}}}
+
+    monkeypatch.setattr(evaluate, "validate", validate)
+    config = make_config(tmp_path, evaluate={"every": 2}, checkpoint={"every": 0}, learner={"steps": 6})
+    with pytest.raises(Broken):
+        run(config, tmp_path)
+    assert evaluated == [2, 4]
+    assert left(tmp_path) == ([1, 2, 3, 4], [1, 2, 3, 4], [4])
+    assert ["eval/all/f1/greedy" in row for row in rows(tmp_path)] == [False, True, False, False]
+    run(config, tmp_path)
+    assert evaluated == [2, 4, 6]
+
+
 def test_run_without_publication_begins_nothing(tmp_path, monkeypatch):
     rollouts = ScriptedRollouts()
     monkeypatch.setattr(ScriptedRollouts, "load", broken(ScriptedRollouts.load, 1))
@@ -101,7 +124,7 @@ def test_run_without_publication_begins_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("every", "saved"), [(0, [3]), (2, [2, 3]), (1, [2, 3])])
+@pytest.mark.parametrize(("every", "saved"), [(0, [3]), (2, [2, 3]), (1, [2, 3]), (5, [3])])
 def test_checkpoints_follow_every_and_last_step(tmp_path, every, saved):
     """Two are kept at most. A finished run trains nothing more."""
     config = make_config(tmp_path, learner={"steps": 3}, checkpoint={"every": every, "keep": 2})
@@ -196,6 +219,29 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, cap
         train.run(config)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "services"),
+    [
+        ({}, "the retriever"),
+        ({"name": "vllm"}, "the retriever and vLLM workers (vllm_worker_*.log)"),
+    ],
+)
+def test_start_says_what_it_waits_for(tmp_path, parts, capsys, sampler, services):
+    parts.rollouts = ScriptedRollouts(fails_at=0)
+    config = make_config(
+        tmp_path / "run",
+        sampler=sampler,
+        rollout={"max_prompt_length": 11},
+        prompt={"template": "{question}"},
+        log={"backends": [], "progress": True},
+    )
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        train.run(config)
+    lines = capsys.readouterr().err.splitlines()
+    begun = lines.index("7 questions; loading the policy")
+    assert lines[begun + 1 : begun + 3] == [f"waiting for {services}", "loading the parameters"]
+
+
 class SlowDisk(ScriptedRollouts):
     """Checkpoints are written when the policy of step 3 is there; the first save fails with `error`."""
 
@@ -271,6 +317,78 @@ def test_step_counts_workers_and_tokens_a_search(tmp_path, monkeypatch):
     assert ratio == pytest.approx(6)  # a search and two turns of three tokens
 
 
+class Reporting(Counting):
+    """It has a worker, which computes log-probabilities of tokens 1 to 14 of the text."""
+
+    def __init__(self):
+        super().__init__()
+        self.logprobs = {"http://worker": np.full(14, -3.0, np.float32)}
+
+
+def test_every_part_of_a_step_reports(tmp_path, monkeypatch):
+    """The evaluated policy is the one that the step made, once it was published."""
+    evaluated = []
+
+    def validate(config, rollouts):
+        evaluated.append(rollouts.loaded[-1][0])
+        return {"0": {"all": {"f1": 0.25}}}
+
+    monkeypatch.setattr(evaluate, "validate", validate)
+    learner = {"steps": 2, "pack_length": 16, "microbatch_rows": 8}
+    run(make_config(tmp_path, learner=learner, evaluate={"every": 2}), tmp_path, Reporting())
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    expected = {
+        "reward/mean",  # of the trajectories
+        "rollout/sampled_perplexity",  # which the guards watch
+        "guard/format_valid",  # their verdict
+        "advantage/answer/ratio_before",
+        "actor/grad_norm",
+        "actor/lr",
+        "rollout/probe_logprob_diff_mean",  # of the publication
+        "timing_s/rollout",
+        "timing_s/advantage",
+        "timing_s/update",
+        "timing_s/publish",
+        "timing_s/step",
+        "perf/tokens_per_second",
+    }
+    assert expected <= first.keys()
+    assert evaluated == [2]
+
+
+def test_file_shows_steps_and_checkpoints(tmp_path):
+    stream = io.StringIO()
+    learner = {"steps": 2, "pack_length": 16, "microbatch_rows": 8}
+    state = make_state(make_config(tmp_path, learner=learner), tmp_path, console=Console(stream=stream))
+    with Stop() as stop, state:
+        train.train(state, stop)
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2", "checkpoint saved at step 2"]
+
+
+def test_parts_of_a_step_are_shown_in_their_order(tmp_path, monkeypatch):
+    shown = []
+    live = Console.live
+
+    def noted(console, label, *arguments, **options):
+        shown.append(label)
+        return live(console, label, *arguments, **options)
+
+    monkeypatch.setattr(Console, "live", noted)
+    learner = {"steps": 1, "pack_length": 16, "microbatch_rows": 8}
+    run(make_config(tmp_path, learner=learner), tmp_path)
+    assert shown == [
+        "publishing the policy",
+        "rollouts",
+        "rewards",
+        "advantages",
+        "update, compiling",
+        "keeping the trajectories",
+        "publishing the policy",
+        "saving a checkpoint",
+    ]
+
+
 MIXED = [
     Question(f"{source}{n}", f"{source} {n}?", ("yes",), source) for source in ("a", "b") for n in range(6)
 ]
@@ -320,6 +438,16 @@ def test_unfit_data_is_refused_before_anything_starts(tmp_path, weights, templat
     assert any("12 questions (a, b)" in line for line in lines)
     warned = [line for line in lines if "a golden answer that normalises to" in line]
     assert [line.split(": ")[:2] for line in warned] == [["warning", f"data.{n}"] for n in ("train", "eval")]
+
+
+def test_refusal_of_an_overlong_prompt_names_limit_and_question(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "build_model", lambda *_: SimpleNamespace(tokenizer=Letters()))
+    config = configured(tmp_path / "run", {}, rollout={"max_prompt_length": 15})
+    overlong = replace(MIXED[0], id="long", text="why " * 9)
+    write_questions(Path(config.data.train), [*MIXED, overlong])
+    words = r"data.train: the prompts of 1 of 13 questions .*=15, .* has 47 tokens \(.*'long'\): raise it"
+    with pytest.raises(UserError, match=words):
+        train.run(config)
 
 
 def test_overlong_prompts_are_refused_or_left_out(tmp_path, monkeypatch, capsys):

@@ -32,6 +32,31 @@ def test_limit_and_links_of_devices(monkeypatch):
             _ = gpu.limit
 
 
+def test_share_of_gpu_memory_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv(FRACTION, ".45")
+    assert find_target(gpu="h100", topology="2x2x8").limit == 0.45 * 84_942_979_072
+    assert find_target(tpu="v5p:4x4x8").limit == 95e9
+
+
+def test_variable_of_the_share_is_that_of_jax():
+    assert FRACTION == "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        ({"tpu": "v9"}, "--tpu v9: must be one of v5e, v5p, v6e"),
+        ({"tpu": "v5e:4x0"}, "with the slice's shape, such as v5e:4x4"),
+        ({"gpu": "h100", "topology": "8"}, "must be slices x hosts x GPUs of a host"),
+    ],
+)
+def test_refused_devices_come_with_advice_in_one_line(names, advice):
+    with pytest.raises(UserError) as refused:
+        find_target(**names)
+    assert advice in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("tpu", "gpu", "topology", "message"),
     [
@@ -85,6 +110,22 @@ def test_keys_that_fit_the_devices_are_proposed(tmp_path, target, changes, advic
     keys = dict(word.split("=") for word in str(error.value).partition(": set ")[2].split())
     proposed = {key.replace(".", "__"): value for key, value in keys.items()}
     assert placed_on(small(tmp_path, **changes | proposed), target).mesh.fsdp
+
+
+@pytest.mark.parametrize("mesh", [{"mesh__fsdp": 3, "mesh__tensor": 2}, {"mesh__data": 16}], ids=str)
+def test_mesh_of_other_devices_is_refused_with_one_that_fits(tmp_path, mesh):
+    with pytest.raises(UserError, match=r"does not fit 8 v5e .*: set (.*)$") as refused:
+        placed_on(small(tmp_path, **mesh), V5E)
+    overrides = str(refused.value).partition(": set ")[2].split()
+    keys = dict(override.split("=") for override in overrides)
+    proposed = {key.replace(".", "__"): value for key, value in keys.items()}
+    assert placed_on(small(tmp_path, **proposed), V5E).mesh.fsdp
+
+
+def test_rows_that_devices_cannot_share_are_refused_with_a_multiple(tmp_path):
+    advice = r"multiple of mesh.data x mesh.fsdp = 8: set learner.microbatch_rows=8$"
+    with pytest.raises(UserError, match=advice):
+        placed_on(small(tmp_path), V5E)
 
 
 PHASES = ("activations", "workspace", "prefill", "decode")

@@ -103,6 +103,33 @@ def test_step_computes_full_rows_and_reports_fill(tmp_path):
     assert "log-probabilities" not in {part.name for part in full.parts}
 
 
+def test_smaller_minibatches_compute_more_rows(tmp_path):
+    """One of a microbatch's four rows is filled, and several updates need the old log-probabilities."""
+    full = step(tmp_path, (1024, 100), learner__row_widths=1)
+    few = step(tmp_path, (1024, 100), learner__minibatch_size=2, learner__row_widths=1)
+    assert flops(few)["update"] == pytest.approx(4 * flops(full)["update"])
+    assert "log-probabilities" in flops(few)
+
+
+def test_each_epoch_has_an_optimizer_step(tmp_path):
+    once, twice = (step(tmp_path, (1024, 100), learner__epochs=epochs) for epochs in (1, 2))
+    assert flops(twice)["optimizer's step"] == pytest.approx(2 * flops(once)["optimizer's step"])
+
+
+def test_adapters_save_gradients_and_a_critic_adds_an_update(tmp_path):
+    plain = flops(step(tmp_path))
+    adapted = flops(step(tmp_path, policy__lora__rank=4))
+    critic = flops(step(tmp_path, advantage__name="gae"))
+    assert adapted["update"] < 0.8 * plain["update"]  # no gradients of the base's weights
+    assert adapted["optimizer's step"] < 0.1 * plain["optimizer's step"]
+    assert critic["critic's update"] == critic["update"]
+    assert critic["critic's values"] < critic["update"]
+
+
+def flops(counted):
+    return {part.name: part.flops for part in counted.parts}
+
+
 def test_part_takes_as_long_as_its_slowest_bound():
     chip = TARGET.chip
     part = Part("one", 4 * chip.flops, chip.bandwidth / 2, chip.links / 4, 4)

@@ -121,6 +121,74 @@ def test_memory_depends_on_reference_critic_and_sampler():
     assert estimate(advantage={"base": "gae"}) == critic
 
 
+def test_critic_offloads_its_moments(tmp_path):
+    rule = replace(SMALL.critic.optimizer, offload="host")
+    moved = estimate(advantage={"name": "gae"}, critic={"optimizer": rule})
+    assert "critic's optimizer" not in moved
+    assert moved["moments"] > 0
+
+
+def test_activations_follow_remat():
+    full, dots, none = (estimate(policy={"remat": name})["activations"] for name in ("full", "dots", "none"))
+    assert full == 8 * 128 * 32 * 2 * 5  # tokens, width, bytes, layers
+    assert full < dots < none
+
+
+def test_tensor_axis_shares_what_it_divides():
+    """8 heads and 64 MLP columns; what goes from layer to layer is whole on each device."""
+    one, two, four = (estimate(ONE | {"tensor": size}) for size in (1, 2, 4))
+    assert one["activations"] == two["activations"]
+    assert one["kv cache"] == 2 * two["kv cache"] == 3 * four["kv cache"]  # 6 rows, or 2 of 6
+    assert two["workspace"] < one["workspace"]
+
+
+def test_sampler_of_undivided_heads_shares_slots():
+    """Two key-value heads on four devices: as if the devices were those of the fsdp axis."""
+    tensor, fsdp = estimate(ONE | {"tensor": 4}), estimate(ONE | {"fsdp": 4})
+    for name in ("kv cache", *memory.SAMPLING):
+        assert tensor[name] == fsdp[name]
+
+
+@pytest.mark.parametrize(("tensor", "shares"), [(2, 2), (3, 1)])
+def test_logits_are_shared_by_devices_that_divide_the_vocabulary(tensor, shares):
+    wide = replace(ARCHITECTURE, vocab_size=100_000)
+    alone = estimate_memory(SMALL, wide, ONE)["workspace"]
+    assert alone == shares * estimate_memory(SMALL, wide, ONE | {"tensor": tensor})["workspace"]
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_rows_and_slots_are_shared_by_data_and_fsdp(axis):
+    shared = estimate(ONE | {axis: 2})
+    for name in ("activations", "kv cache"):
+        assert estimate()[name] == 2 * shared[name]
+
+
+def test_offloaded_moments_are_those_of_a_quarter_or_of_the_largest_parameter():
+    """Old and new moments lie on the device at once."""
+    rule = replace(SMALL.learner.optimizer, offload="host")
+    plain, moved = estimate(), estimate(learner={"optimizer": rule})
+    assert moved["optimizer"] == 0
+    assert moved["moments"] == plain["optimizer"] / 2
+    wide = replace(ARCHITECTURE, vocab_size=100_000, tie_word_embeddings=True)
+    largest = estimate_memory(changed(SMALL, learner={"optimizer": rule}), wide, ONE)["moments"]
+    assert largest == 2 * 2 * 4 * 100_000 * 32  # old and new, two moments, bytes, vocabulary, width
+
+
+def test_memory_line_lists_what_is_permanent_and_each_phase():
+    sizes = {"parameters": 4.0, "optimizer": 8.0, "gradients": 2.0, "activations": 1.0, "workspace": 0.5}
+    sizes |= {"sampler weights": 2.0, "kv cache": 6.0, "prefill": 0.25, "decode": 0.75}
+    assert memory_line({name: size * memory.GIB for name, size in sizes.items()}) == (
+        "estimated memory a device: 23.50 GiB (parameters 4.00, optimizer 8.00, sampler weights 2.00,"
+        " kv cache 6.00; update: gradients 2.00, activations 1.00, workspace 0.50;"
+        " sampling: prefill 0.25, decode 0.75)"
+    )
+
+
+def test_trainer_with_vllm_needs_the_sum_of_its_arrays():
+    trainer = estimate(sampler={"name": "vllm"})
+    assert peak_memory(trainer) == sum(trainer.values())
+
+
 HELD = {"parameters": 8, "optimizer": 16, "sampler weights": 4, "kv cache": 3}
 PHASES = {"gradients": 4, "activations": 2, "workspace": 1, "prefill": 5, "decode": 6}
 
@@ -144,6 +212,16 @@ def test_peak_is_that_of_the_largest_phase(change, largest):
 def test_undivided_key_value_heads_are_warned_of(tensor, warnings):
     lines = memory.heads_warnings(ARCHITECTURE, {"data": 1, "fsdp": 2, "tensor": tensor})
     assert len(lines) == warnings and all(f"mesh.tensor is {tensor}, which" in line for line in lines)
+
+
+def test_warning_of_key_value_heads_names_the_divisors():
+    wide = replace(ARCHITECTURE, num_heads=24, num_kv_heads=8)
+    (line,) = memory.heads_warnings(wide, {"data": 1, "fsdp": 1, "tensor": 3})
+    assert line == (
+        "warning: mesh.tensor is 3, which does not divide the policy's 8 key-value heads: each device of the"
+        " axis computes all of them; set it to a divisor of 8, and mesh.fsdp to the rest"
+    )
+    assert memory.heads_warnings(replace(wide, num_kv_heads=3), {"data": 1, "fsdp": 1, "tensor": 3}) == []
 
 
 @pytest.mark.parametrize(

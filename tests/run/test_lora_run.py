@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trainer_rig
 from tiny_policy import tiny
-from trainer_rig import HF_CONFIG, ScriptedRollouts, make_config, resumed, rows, run
+from trainer_rig import GUARDED, HF_CONFIG, Collapsing, ScriptedRollouts, make_config, resumed, rows, run
 
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import ExportConfig, LoraConfig, RunConfig
@@ -81,6 +81,25 @@ def test_killed_and_resumed_equals_uninterrupted(whole, base, tmp_path):
     assert [version for version, _ in second.loaded] == [3, 4]
     assert_equal(second.loaded[-1][1], loaded[-1][1])
     assert rows(tmp_path) == rows(folder)
+
+
+def test_killed_run_goes_on_from_an_older_checkpoint(whole, base, tmp_path):
+    folder, loaded = whole
+    config = config_of(tmp_path, base)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run(config, ScriptedRollouts(fails_at=3 * 2 + 1), tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints/3")  # which a killed run would not have saved
+    second = run(config, ScriptedRollouts(), tmp_path)
+    assert [version for version, _ in second.loaded] == [2, 3, 4]
+    assert_equal(second.loaded[-1][1], loaded[-1][1])
+    assert rows(tmp_path) == rows(folder)
+
+
+def test_rollback_restores_the_adapters(base, tmp_path):
+    guards = GUARDED | {"action": "rollback"}
+    rollouts = run(config_of(tmp_path, base, guards=guards), Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4]
+    assert_equal(rollouts.loaded[5][1], rollouts.loaded[2][1])
 
 
 def test_checkpoint_holds_adapters_and_names_base(whole, base):

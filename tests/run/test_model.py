@@ -146,6 +146,12 @@ def test_unusable_policy_folder_is_one_line(tmp_path, file, change, words):
     assert "\n" not in str(refused.value)
 
 
+def test_advice_on_too_long_trajectories_names_the_key(tmp_path):
+    write_policy(tmp_path, max_position_embeddings=512)
+    with pytest.raises(UserError, match=r"up to 512 .*rollout\.max_length is 16384; lower it"):
+        build_model(CONFIG, str(tmp_path))
+
+
 def test_missing_policy_or_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     for path, words in ((tmp_path, "no tokenizer files there; set policy.tokenizer"), ("", "path is empty")):
@@ -194,9 +200,27 @@ def test_policy_is_known_by_its_place(tmp_path, monkeypatch, path, kind, step, m
     assert source.at_step().step == pinned
 
 
+def test_newest_checkpoint_stays_the_same_while_its_run_goes_on(tmp_path):
+    for step in (3, 20):
+        (tmp_path / f"checkpoints/{step}").mkdir(parents=True)
+    newest = find_policy(tmp_path).at_step()
+    (tmp_path / "checkpoints/21").mkdir()
+    assert newest.step == 20
+    assert newest.at_step() == newest
+
+
 def test_tokenizer_splits_alike_beside_a_policy(tmp_path):
     """transformers has a class of its own for qwen2, which splits in another way."""
     write_policy(tmp_path, model_type="qwen2")
+    text = "<think> who founded Zürich in 1291 ? </think><search> city </search>"
+    assert load_tokenizer(tmp_path).encode(text) == build_word_tokenizer().encode(text)
+
+
+@pytest.mark.parametrize("model_type", ["", "qwen3", "llama"])
+def test_tokenizer_splits_alike_alone_and_beside_other_policies(tmp_path, model_type):
+    build_word_tokenizer().save_pretrained(tmp_path)
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": model_type}))
     text = "<think> who founded Zürich in 1291 ? </think><search> city </search>"
     assert load_tokenizer(tmp_path).encode(text) == build_word_tokenizer().encode(text)
 

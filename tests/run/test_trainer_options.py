@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,19 @@ from unittest.mock import DEFAULT, Mock
 import jax
 import numpy as np
 import pytest
-from trainer_rig import QUESTIONS, ScriptedRollouts, checkpoints, make_config, make_state, resumed, rows, run
+from config_rig import changed
+from trainer_rig import (
+    GUARDED,
+    QUESTIONS,
+    Collapsing,
+    ScriptedRollouts,
+    checkpoints,
+    make_config,
+    make_state,
+    resumed,
+    rows,
+    run,
+)
 
 from calibadv_jax import cli
 from calibadv_jax.advantages.gae import critic_values, gae_and_returns
@@ -200,6 +213,24 @@ def test_probed_run_rewards_turns(whole, name, policy):
         assert any(turns[0] != turns[1] for credit in kept(folder, step).credits for turns in credit.turns)
 
 
+def test_probe_time_is_measured(whole):
+    folder, _ = whole("igpo")
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["timing_s/probe"] > 0
+
+
+def test_probed_run_rolls_back(tmp_path):
+    config = changed(
+        probed_config(tmp_path, {"name": "igpo"}),
+        guards=GUARDED | {"action": "rollback"},
+    )
+    rollouts = run(config, Collapsing(), tmp_path)
+    assert [version for version, _ in rollouts.loaded] == [0, 1, 2, 3, 4, 2, 3, 4]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    probed = [golden["current"] for _, golden in valued(tmp_path, 4)[1]]
+    assert len(probed) == 12
+
+
 def test_probes_use_the_named_policies(tmp_path, capsys):
     class Again(ScriptedRollouts):
         def begin(self, number, question):
@@ -226,6 +257,12 @@ def test_tied_groups_are_replaced(whole):
     # Step 1: 0 gives way to 2, and that to 3, which is tied too, but then two were replaced.
     assert [row["rollout/replaced_groups"] for row in rows(folder)] == [2, 1, 0, 1]
     assert [row["group/tied"] for row in rows(folder)] == [0.5, 0, 0, 0]
+
+
+def test_dynamic_sampling_and_curriculum_are_off_by_default(tmp_path):
+    rollouts = run(make_config(tmp_path), SomeTied(), tmp_path)
+    assert [number for number, _ in rollouts.begun] == list(range(8))
+    assert not {"rollout/replaced_groups", "rollout/resting_questions"} & rows(tmp_path)[0].keys()
 
 
 def test_curriculum_compares_with_the_largest_reward(whole, tmp_path):
