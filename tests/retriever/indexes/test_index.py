@@ -83,7 +83,7 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
     ("options", "message"),
     [
         ({"retriever_name": "e6"}, "encoder 'e6' is unknown"),
-        ({"factory": "Nonsense"}, "--factory 'Nonsense'"),
+        ({"factory": "Nonsense"}, "--factory 'Nonsense': not a FAISS factory string"),
         ({"kind": "web"}, "--kind 'web' is unknown"),
         ({"kind": "bm25"}, "--kind bm25"),
         ({"kind": "no_such_module:Class"}, "no_such_module:Class: not an importable"),
@@ -95,7 +95,7 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
         ({"factory": "IVF64,Flat"}, "cannot be trained on 30 passages"),
         ({"search": "nprobe"}, "--search 'nprobe'"),
         ({"retriever_name": "bm25", "retriever_model": "x"}, "has no vectors"),
-        ({"devices": "cpu,cpu"}, "--devices: hashed has no network"),
+        ({"devices": "cpu,cpu"}, "--devices: hashed has no network; leave it out"),
     ],
 )
 def test_invalid_option_is_named(tmp_path, corpus, options, message):
@@ -327,6 +327,7 @@ def test_shards_of_other_settings_are_refused(tmp_path, corpus, monkeypatch):
     ):
         if not changes:
             monkeypatch.setattr("retriever.encoders.tokenizer.WORDS_VERSION", 3)
+        message = rf"started with other settings \(.*{message}.*\); restore or delete it"
         refuses(message, embed, corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -178,9 +178,13 @@ def test_build_options_reach_the_builder(tmp_path, files):
     names = ["reading", "building", "loading", "reading", "loading"]  # built once
     assert [stage.split()[0] for stage in stages] == names
     for option, value, built in (("factory", "Flat", "HNSW8"), ("kind", "jax", "faiss")):
-        message = f"--{option} {value}: .*/new was built with {built}; leave"
+        message = f"--{option} {value}: .*/new was built with {built}; leave the option out"
         refuses(message, load_index, parse([*arguments[:5], f"--{option}", value]), print)
-    refuses("--factory: only a build takes it; add", parse, [*arguments[:4], "--factory", "Flat"])
+    refuses(
+        "--factory: only a build takes it; add --build_if_missing",
+        parse,
+        [*arguments[:4], "--factory", "Flat"],
+    )
 
 
 def test_limits_reach_the_service(files):
