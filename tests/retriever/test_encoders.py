@@ -24,6 +24,22 @@ def test_scores_are_bm25_up_to_the_projection():
     np.testing.assert_allclose(scores, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("title", TOWNS)
+def test_title_finds_its_own_passage_first(towns, title):
+    ((first, _), *_) = towns.search([title], 3)[0]
+    assert split_contents(first["contents"])[0] == title
+
+
+def test_saved_encoder_makes_the_same_vectors(tmp_path, towns):
+    encoder = HashedEncoder.fit(towns.corpus)
+    encoder.save(tmp_path)
+    loaded = HashedEncoder.load(tmp_path)
+    queries = ["limmat", "port mayor"]
+    np.testing.assert_array_equal(loaded.encode_queries(queries), encoder.encode_queries(queries))
+    rows = towns.corpus[:]
+    np.testing.assert_array_equal(loaded.encode_passages(rows), encoder.encode_passages(rows))
+
+
 def test_query_without_a_known_word_finds_nothing(towns):
     assert towns.search(["", "🎈", "\0", "!!!", "zzzz", "adar"], 2) == [[]] * 6
 

@@ -1,5 +1,7 @@
 """Encoders and rerankers with weights."""
 
+import gzip
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -132,15 +134,31 @@ def test_vectors_are_means_of_hidden_states(encoder, corpus):
     np.testing.assert_allclose(results, vector('passage: "A"\ntest'), atol=1e-5)
 
 
+def test_vectors_have_unit_length(encoder, corpus):
+    vectors = encoder.encode_passages(corpus[:])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+
+
+def test_vector_does_not_depend_on_its_batch(encoder, corpus):
+    together = encoder.encode_passages(corpus[:])
+    alone = encoder.encode_passages(corpus[2:3])
+    np.testing.assert_allclose(together[2:3], alone, atol=1e-5)
+
+
 def test_invalid_model_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     for load, arguments, message in (
-        (DenseEncoder, ("e5", str(tmp_path / "empty")), "--retriever_model .*/empty: cannot be loaded"),
+        (
+            DenseEncoder,
+            ("e5", str(tmp_path / "empty")),
+            "--retriever_model .*/empty: cannot be loaded as a sentence-transformers model",
+        ),
         (Reranker, (str(tmp_path / "empty"),), "--reranker_model .*/empty: cannot be loaded"),
         (DenseEncoder, ("dense",), "set --retriever_model to a folder or hub name"),
         (DenseEncoder, ("bge", MODEL), r"pools by \['mean'\], and bge needs cls"),
     ):
         refuses(message, load, *arguments)
+    assert (RECIPES["e5"].query_prefix, RECIPES["e5"].passage_prefix) == ("query: ", "passage: ")
     assert RECIPES["bge"].query_prefix.startswith("Represent this sentence for searching")
     assert RECIPES["bge"].passage_prefix == ""
 
@@ -161,7 +179,7 @@ def test_other_model_than_the_builders_is_refused(built, corpus, tmp_path):
     probe = np.load(copy / PROBE_FILE)
     for other, message in (
         (probe[::-1], "built with another model than"),
-        (probe[:100], "dimension 100, and"),
+        (probe[:100], "holds vectors of dimension 100, and .* 384"),
     ):
         np.save(copy / PROBE_FILE, other)
         refuses(message, open_index, copy, corpus)
@@ -192,6 +210,29 @@ def test_several_processes_encode_what_one_does(tmp_path, corpus):
         single, other = (np.load(tmp_path / folder / name) for folder in "ef")
         np.testing.assert_allclose(single, other, atol=1e-5)
     assert first(open_index(tmp_path / "two", corpus)) == first(open_index(tmp_path / "one", corpus))
+
+
+@pytest.mark.slow
+def test_real_questions_find_their_passages(tmp_path, shared):
+    """Of two hundred Wikipedia passages, the annotated one is among the first three for most NQ questions."""
+    sample = shared / "data" / "wiki_sample"
+    questions = [json.loads(line) for line in (sample / "test.jsonl").read_text("utf-8").splitlines()]
+    questions = [question for question in questions if question["data_source"] == "nq"][:30]
+    annotated = {name for question in questions for name in question["supporting_ids"]}
+    rows = []
+    with gzip.open(sample / "corpus.jsonl.gz", "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file):
+            row = json.loads(line)
+            if number < 170 or row["id"] in annotated:
+                rows.append(row)
+    corpus = load_corpus(write_rows(tmp_path / "c.jsonl", rows))
+    build_index(corpus, tmp_path / "i", BuildOptions("dense", MODEL), progress=False)
+    results = open_index(tmp_path / "i", corpus).search([question["question"] for question in questions], 3)
+    answered = 0
+    for question, names in zip(questions, ids(results), strict=True):
+        answered += bool(set(question["supporting_ids"]) & set(names))
+    assert len(questions) == 30
+    assert answered >= 27
 
 
 @pytest.mark.parametrize("devices", ["cpu,cuda:77", "tape"])

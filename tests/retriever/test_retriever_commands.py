@@ -14,8 +14,10 @@ from retriever_rig import people_corpus, refuses
 
 from retriever import prepare_corpus
 from retriever.build_index import main
+from retriever.corpus.passages import load_corpus
 from retriever.errors import RetrieverError, Unavailable, status_of
 from retriever.files import atomic_folder, atomic_write
+from retriever.indexes.index import open_index
 from retriever.options import parse, read_token
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,21 @@ ROOT = Path(__file__).parents[2]
 
 def interrupt(*_, **__):
     raise KeyboardInterrupt
+
+
+def test_build_follows_its_options(tmp_path, files, capsys):
+    folder = tmp_path / "i"
+    options = ["--corpus_path", str(files[0]), "--index_path", str(folder)]
+    assert main([*options, "--kind", "jax"]) == 0
+    assert capsys.readouterr().out == f"16 passages indexed in {folder}\n"
+    assert open_index(folder, load_corpus(files[0])).manifest["kind"] == "jax"
+
+
+def test_build_without_a_corpus_is_an_error(tmp_path, capsys):
+    options = ["--corpus_path", str(tmp_path / "none"), "--index_path", str(tmp_path / "i")]
+    assert main(options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / 'none'}: no such corpus")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +103,7 @@ def test_ctrl_c_reaches_processes(tmp_path, files):
         ("port: 1", "--corpus_path is missing"),
         ("retrieval_topk: [", "not valid YAML"),
         *[(f"{name}: 0", f"--{name} is 0, but must be") for name in ("max_queue", "max_queries")],
-        ("threads: -1", "--threads is -1, but must be"),
+        ("threads: -1", "--threads is -1, but must be at least 0"),
         *[(f"request_seconds: {value}", "must be above 0") for value in ("0", "-1", ".nan")],
     ],
 )
@@ -134,8 +151,9 @@ def test_help_needs_no_optional_package(name):
     assert answer.stdout.startswith(f"usage: python -m {module}")
     for package in packages:
         answer = run_without([package], module, "--corpus_path", "c", "--index_path", "i")
-        assert answer.returncode == 2 and answer.stderr.count("\n") == 1
-        assert answer.stderr.startswith(f"error: {package} is not installed: pip install 'calibadv-jax[retr")
+        assert answer.returncode == 2
+        message = f"error: {package} is not installed: pip install 'calibadv-jax[retriever]'\n"
+        assert answer.stderr == message
 
 
 def test_corpus_needs_no_optional_package():

@@ -74,7 +74,7 @@ def test_absent_server_and_foreign_collection_are_refused(tmp_path, corpus, enco
     upload(tmp_path / "db", corpus, encoder, "passages")
     for options, message in (
         (options_for(tmp_path, qdrant_url=url), f"{url}: no answer"),
-        (options_for(tmp_path), "--qdrant_collection passages: exists in"),
+        (options_for(tmp_path), "--qdrant_collection passages: exists in .*; choose another, or serve it"),
     ):
         refuses(message, build_index, corpus, tmp_path / "i", options, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["db"]  # nothing was encoded
@@ -119,13 +119,13 @@ def test_unsuitable_collection_or_encoder_is_refused(tmp_path, corpus, encoder, 
     client.close()
     other = HashedEncoder.fit(corpus)
     other._projection = -other._projection
-    check(r"point 0 has no text in 'contents' \(it has text, page\)", "texts")
+    check(r"point 0 has no text in 'contents' \(it has text, page\); set --qdrant_text", "texts")
     check("its distance is Euclid", "far")
     check(r"has named vectors \(a\)", "named")
     check("is empty; upload into it first", "empty")
     check("collection 'none': cannot be opened", "none")
-    check("--retriever_name hashed", name="hashed")
-    check("dimension 4096, and .* makes 64", used=HashedEncoder.fit(corpus, 64))
+    check("--retriever_name hashed: needs --index_path; or name e5, bge or dense", name="hashed")
+    check("holds vectors of dimension 4096, and .* makes 64", used=HashedEncoder.fit(corpus, 64))
     check(r"point 0: its vector is not what .*\(cosine -", used=other)
 
 
@@ -154,6 +154,16 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder, monkeypatch):
     assert collection.search(["person 17"], 1)[0][0][0] == corpus[17]
 
 
+def test_collection_is_plain_by_default(tmp_path, corpus, monkeypatch):
+    create = Mock(side_effect=QdrantClient.create_collection)
+    monkeypatch.setattr(QdrantClient, "create_collection", lambda *args, **more: create(*args, **more))
+    build_index(corpus, tmp_path / "i", options_for(tmp_path), progress=False)
+    _client, _name, vectors = create.call_args.args
+    assert vectors.size == 4096
+    assert not vectors.on_disk
+    assert create.call_args.kwargs["quantization_config"] is None
+
+
 @pytest.mark.parametrize("place", [{}, {"qdrant_url": ""}], ids=["kept", "gone with the index's folder"])
 def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place):
     monkeypatch.setattr(qdrant, "BATCH", 5)
@@ -169,6 +179,7 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
     monkeypatch.setattr(QdrantClient, "upsert", failing)
     build = [build_index, corpus, tmp_path / "i", options_for(tmp_path, shard_rows=20, **place), False]
     refuses("upload into 'passages' failed.*again .connection reset", *build)
+    assert sent == [0, 5, 10, 15, 20, 25]
     monkeypatch.setattr(QdrantClient, "upsert", lambda *a, **b: sent.append(a[2].ids[0]) or upsert(*a, **b))
     sent.clear()
     build[0](*build[1:])
@@ -180,17 +191,18 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
 
 def test_invalid_options_are_named(tmp_path, corpus):
     for options, message in (
-        ({"qdrant_quantization": "int4"}, "--qdrant_quantization 'int4'"),
+        ({"qdrant_quantization": "int4"}, "--qdrant_quantization 'int4': choose from .*int8"),
         ({"search": "nprobe=3"}, "search parameters 'nprobe=3': .* hnsw_ef"),
         ({"search": "hnsw_ef=many"}, "search parameters 'hnsw_ef=many'"),
         ({"search": "exact"}, "search parameters 'exact'"),
+        ({"search": "exact=maybe"}, "search parameters 'exact=maybe'"),
         ({"factory": "HNSW8"}, "--factory HNSW8: --kind qdrant"),
     ):
         changed = options_for(tmp_path, **options)
         refuses(message, build_index, corpus, tmp_path / "i", changed, progress=False)
     for more, message in (
-        (["--corpus_path", "x"], "--corpus_path: "),
-        (["--web_budget", "3"], "--web_budget: "),
+        (["--corpus_path", "x"], "--corpus_path: has no meaning for .*; leave it out"),
+        (["--web_budget", "3"], "--web_budget: has no meaning for .*; leave it out"),
         (["--search", "hnsw_ef=64"], "--search: only a build takes it; leave it out"),
         (["--retriever_name", ""], "--retriever_name is missing"),
         (["--qdrant_collection", ""], "--qdrant_collection is missing"),

@@ -5,6 +5,10 @@ import hashlib
 import io
 import json
 import os
+import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +23,13 @@ from retriever.corpus import layouts, offsets, passages, prepare
 from retriever.corpus import rows as corpus_rows
 from retriever.corpus.offsets import HEADER, cache_file, load_offsets, save_offsets, scan
 from retriever.corpus.pages import Pages
-from retriever.corpus.passages import load_corpus
+from retriever.corpus.passages import load_corpus, split_contents
 from retriever.corpus.prepare import prepare_corpus
 from retriever.errors import RetrieverError
 from retriever.prepare_corpus import main
 from retriever.service.app import make_app
 
+ROOT = Path(__file__).parents[3]
 TABLE = b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n2\t"Two.\nLines"\t"B ""b"""\n'  # as DPR's psgs_w100.tsv
 
 
@@ -49,6 +54,57 @@ def test_rows_have_the_order_of_the_file(tmp_path):
     corpus = load_corpus(tmp_path / "c.jsonl")
     assert list(corpus) == [{"id": "7", "contents": "a"}, {"id": "8", "contents": "b"}]
     assert corpus.sha256 == hashlib.sha256(b"7\0a\x008\0b\0").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ('"A"\nIt is.\nSo.', ("A", "It is.\nSo.")),
+        ('"B "b""\nTwo.', ('B "b"', "Two.")),
+        ("\nIt is.", ("", "It is.")),
+        ("no title", ("no title", "")),
+    ],
+)
+def test_contents_are_split_into_title_and_text(contents, expected):
+    assert split_contents(contents) == expected
+
+
+def test_small_corpus_leaves_no_file_beside_it(tmp_path):
+    load_corpus(write_rows(tmp_path / "c.jsonl", [row(1)]))
+    assert os.listdir(tmp_path) == ["c.jsonl"]
+
+
+def test_kept_offsets_replace_the_scan(tmp_path, kept_offsets, monkeypatch):
+    path = write_rows(tmp_path / "c.jsonl", [row(i) for i in range(20)])
+    first = load_corpus(path)
+    monkeypatch.setattr(passages, "scan", None)  # would fail
+    again = load_corpus(path)
+    assert list(again) == list(first)
+    assert again.sha256 == first.sha256
+
+
+def test_new_time_of_a_corpus_renews_its_offsets(tmp_path, kept_offsets):
+    path = write_rows(tmp_path / "c.jsonl", [row(i) for i in range(20)])
+    before = load_corpus(path)
+    state = path.stat()
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    after = load_corpus(path)
+    assert after.sha256 == before.sha256
+    assert list(after) == list(before)
+    header = (tmp_path / "c.jsonl.offsets").read_bytes()[:HEADER]
+    assert json.loads(header)["mtime_ns"] == state.st_mtime_ns + 1
+
+
+def test_changed_text_of_same_size_and_time_is_read(tmp_path, kept_offsets):
+    path = write_rows(tmp_path / "c.jsonl", [row(i) for i in range(20)])
+    before = load_corpus(path)
+    state = path.stat()
+    text = path.read_text(encoding="utf-8").replace("Title 13", "Title 31")
+    path.write_text(text, encoding="utf-8")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    after = load_corpus(path)
+    assert after.sha256 != before.sha256
+    assert after[13]["contents"].startswith('"Title 31"')
 
 
 def test_offsets_are_kept_until_the_corpus_changes(tmp_path, kept_offsets, monkeypatch):
@@ -80,20 +136,20 @@ def test_offsets_of_read_only_folder_are_cached(tmp_path, kept_offsets, monkeypa
     ("line", "message"),
     [
         *[(empty, "empty row") for empty in (b"", b"   ")],
-        (b'{"id": "9"}', "expected an object .*'contents'"),
-        (b'{"id": "9", "contents": " "}', "expected an object .*'contents'"),
+        (b'{"id": "9"}', "expected an object with a non-empty string 'contents'"),
+        (b'{"id": "9", "contents": " "}', "expected an object with a non-empty string 'contents'"),
         (b'["9"]', "expected an object"),
         (b"{", "not valid JSON"),
         *[(b'{%s"contents": "x"}' % start, "field 'id'") for start in (b"", b'"id": true, ')],
         (b'{"id": "9", "contents": "\xff"}', "not valid UTF-8"),
-        (b'{"id": "9", "contents": "\\ud800"}', "holds half a surrogate pair"),
-        (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "holds half a surrogate pair"),
+        (b'{"id": "9", "contents": "\\ud800"}', "holds half a surrogate pair; remove it"),
+        (b'{"id": "9", "contents": "x", "more": ["\\uD800"]}', "holds half a surrogate pair; remove it"),
         *[
             (b'{"id": "9", "contents": "x", "a": [%s]}' % a, "not valid JSON .* finite")
             for a in (b"NaN", b"1e999")
         ],
         (b'{"id": 0, "contents": "x"}', "id '0' was used before, in line 1"),
-        (b'{"a": ' + b"[" * 200_000, "nested too deeply"),
+        (b'{"a": ' + b"[" * 200_000, "nested too deeply; remove the field"),
         (b'{"id": ' + b"9" * 5000, "not valid JSON"),
     ],
     ids=range(16),
@@ -172,6 +228,14 @@ def test_duplicates_are_found_whatever_the_hashes(ids, buckets):
     assert offsets.find_duplicate(keys, lambda i: str(ids[i])) == next(repeated, None)
 
 
+def test_distant_duplicate_id_is_found(tmp_path):
+    rows = [row(i) for i in range(3000)]
+    random.Random(0).shuffle(rows)
+    rows.append(rows[17])
+    path = write_rows(tmp_path / "c.jsonl", rows)
+    refuses(r":3001: id .* was used before, in line 18", load_corpus, path)
+
+
 def test_overlong_line_is_refused(tmp_path, monkeypatch):
     class Endless(io.BytesIO):
         """One endless line; whoever reads all of it fills the memory."""
@@ -231,6 +295,18 @@ def test_each_part_of_the_identity_counts(corpus, name):
     assert load_offsets(corpus) is None
 
 
+@pytest.mark.parametrize("missing_bytes", [8, 1])
+def test_truncated_offsets_are_not_used(corpus, missing_bytes):
+    path = cache_file(corpus)
+    path.write_bytes(path.read_bytes()[:-missing_bytes])
+    assert load_offsets(corpus) is None
+
+
+def test_kept_offsets_are_where_the_lines_start(corpus):
+    lengths = [len(line) for line in corpus.read_bytes().splitlines(keepends=True)]
+    np.testing.assert_array_equal(load_offsets(corpus).starts, np.cumsum([0, *lengths]))
+
+
 def test_unreadable_page_is_refused_at_the_start(tmp_path):
     """Else each trajectory that asks for it would fail, and with enough of them the run."""
     path, expected = tmp_path / "pages.jsonl", "expected a JSON object with 'url' and 'contents'"
@@ -238,8 +314,8 @@ def test_unreadable_page_is_refused_at_the_start(tmp_path):
         *[(text, expected) for text in ('{"url": "b"}', '{"contents": ""}', '{"url": ' + "[" * 200_000)],
         ('{"url": 3, "contents": ""}', "field 'url' must be a string, got 3"),
         ('{"url": "b", "contents": null}', "field 'contents' must be a string, got None"),
-        ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair"),
-        ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair"),
+        ('{"url": "b", "contents": "a \\ud83d b"}', "holds half a surrogate pair; remove it"),
+        ('{"url": "b", "contents": "", "more": "\\uD83D"}', "holds half a surrogate pair; remove it"),
     ):
         path.write_text('{"url": "a", "contents": "A \\ud83d\\ude00"}\n\n\n' + line + "\n")
         refuses(f"pages.jsonl:4: {message}", Pages, path)
@@ -291,6 +367,7 @@ def converted(tmp_path, content, **options):
         (lines({"_id": "d1", "title": "", "text": "It is."}) + b" \n", ("d1", "\nIt is.")),
         (lines({"id": "0", "contents": '"A"\nIt is.'}), ("0", '"A"\nIt is.')),
         (lines({"id": "0", "title": "A", "contents": "It is."}), ("0", '"A"\nIt is.')),
+        (lines({"id": "0", "title": "A", "contents": '"A"\nIt is.'}), ("0", '"A"\nIt is.')),
         (lines({"pid": "m_1", "passage": "It is."}), ("m_1", "\nIt is.")),  # MS MARCO v2
         (lines({"docid": "x", "title": "A", "text": ["It is.", "So."]}), ("x", '"A"\nIt is. So.')),
         (b'id\ttext\ttitle\n1\t"It ""is"" so."\tA\n', ("1", '"A"\nIt "is" so.')),  # DPR psgs_w100
@@ -340,6 +417,15 @@ def test_dropped_passages_are_counted(tmp_path):
     assert [row["id"] for row in load_corpus(tmp_path / "out.jsonl")] == ["1", "4"]
 
 
+def test_offsets_of_converted_corpus_are_kept(tmp_path, kept_offsets, monkeypatch):
+    """The conversion has read every row already: the service needs no scan."""
+    monkeypatch.setattr(prepare, "CACHED_FROM", 1)
+    monkeypatch.setattr(passages, "scan", None)  # would fail
+    rows = [{"id": str(n), "text": f"x{n}"} for n in range(9)]
+    expected = [{"id": str(n), "contents": f"\nx{n}"} for n in range(9)]
+    assert converted(tmp_path, lines(*rows)) == expected
+
+
 def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
     twice = lines({"id": "a", "text": "x"}, {"id": "a", "text": "y"})
     refuses("the result:2: id 'a' was used before, in line 1.*--number_ids", converted, tmp_path, twice)
@@ -357,7 +443,10 @@ def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
         (lines({"id": 1, "text": "x"}) + b"{nope\n", "input:2: not valid JSON"),
         (lines({"id": 1, "text": "x"}) + b'{"id": ' + b"[" * 200_000, "input:2: not valid JSON"),
         (lines({"id": 1, "text": "x"}) + b"[1]\n", "input:2: expected a JSON object, got list"),
-        (lines({"id": 1, "name": "x"}), "input:1: no text: expected .*the keys are id, name"),
+        (
+            lines({"id": 1, "name": "x"}),
+            "input:1: no text: expected 'contents', or one of .*the keys are id, name",
+        ),
         (lines({"id": True, "text": "x"}), "input:1: the id must be a text or a number, got True"),
         (lines({"id": 1, "text": 3}), "input:1: key 'text' must be text, got 3"),
         (b"id\ttext\ttitle\n1\tx\n", "input:2: 2 columns, but the first row has 3"),
@@ -397,3 +486,32 @@ def test_command_reports_counts_and_errors(tmp_path, capsys):
         assert main(arguments) == 2
         output = capsys.readouterr().err
         assert message in output and output.startswith("error: ") and output.count("\n") == 1
+
+
+def test_help_needs_no_package_at_all():
+    """`python -S` hides everything that is installed."""
+    command = [sys.executable, "-S", "-m", "retriever.prepare_corpus", "--help"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0
+    assert "--number_ids" in answer.stdout
+
+
+def quoted(text):
+    """A cell of a tsv as DPR writes it."""
+    escaped = text.replace('"', '""')
+    return f'"{escaped}"'
+
+
+@pytest.mark.medium
+def test_real_passages_survive_every_layout(shared, tmp_path):
+    corpus = load_corpus(shared / "data/wiki_sample/corpus.jsonl.gz", progress=False)
+    rows = corpus[:300]
+    objects = []
+    tsv = "id\ttext\ttitle\n"
+    for passage in rows:
+        title, text = split_contents(passage["contents"])
+        objects.append({"_id": passage["id"], "title": title, "text": text})
+        tsv += f"{passage['id']}\t{quoted(text)}\t{quoted(title)}\n"
+    table = parquet(tmp_path / "p", *objects).read_bytes()
+    for content in (lines(*objects), table, tsv.encode()):
+        assert converted(tmp_path, content) == rows

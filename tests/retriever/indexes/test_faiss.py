@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from retriever_rig import refuses
+from retriever_rig import refuses, write_flat
 
 from retriever.indexes import faiss as backend
 from retriever.indexes import faiss_gpu as gpu
@@ -80,6 +80,15 @@ def test_flat_index_equals_brute_force(tmp_path, embeddings, engine):
         assert ids.tolist() == expected.tolist() and ids.dtype == np.int64
 
 
+def test_equal_scores_are_in_corpus_order(tmp_path):
+    """499 of 500 passages tie for the second place."""
+    vectors = np.ones((500, 4), np.float32)
+    vectors[400] = 2
+    index = FaissVectors(write_flat(tmp_path / "flat.index", vectors))
+    _, ids = index.nearest(np.ones((40, 4), np.float32), 3)
+    assert ids.tolist() == [[400, 0, 1]] * 40
+
+
 def test_scores_do_not_depend_on_the_batch(tmp_path):
     """A matrix product, which several queries share, rounds otherwise than a pass for one query."""
     vectors = np.random.default_rng(1).standard_normal((1000, DIMENSION), dtype=np.float32)
@@ -117,7 +126,10 @@ def test_top_k_is_a_stable_sort(scores, k):
     assert results.tolist() == scores[expected].tolist()
 
 
-@pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat", "HNSW16", "SQfp16", "IVF8,SQ8", "PCA20,Flat"])
+@pytest.mark.parametrize(
+    "factory",
+    ["Flat", "IVF16,Flat", "HNSW16", "HNSW16_SQ8", "SQfp16", "SQ8", "IVF8,SQ8", "PCA20,Flat"],
+)
 def test_factories_find_results_of_brute_force(tmp_path, embeddings, monkeypatch, factory):
     path = built(tmp_path, embeddings, factory, "nprobe=16" if "IVF" in factory else "")
     small = FaissVectors(path, threads=2)
@@ -132,7 +144,7 @@ def test_factories_find_results_of_brute_force(tmp_path, embeddings, monkeypatch
     for _, rows in (*results, FaissVectors(path, mmap=True).nearest(QUERIES, 10)):
         assert rows.tolist() == ids.tolist()
     assert small._search_thread is None and (large._search_thread is not None) == (
-        factory in ("Flat", "SQfp16")
+        factory in ("Flat", "SQfp16", "SQ8")
     )
     assert not large._search_thread or large._search_thread.submit(faiss.omp_get_max_threads).result() == 2
 
@@ -241,16 +253,30 @@ def test_fetching_ends_with_the_tie():
     assert ids.tolist() == [[2, 4, -1]] and scores[0, 2] == -np.inf
 
 
+def test_wiki_18_fits_one_gpu_of_80_gb():
+    (rows,) = gpu.plan_shards(WIKI, WIDTH, [79 * GIB], "wiki")
+    assert rows == range(WIKI)
+
+
+def test_wiki_18_fits_four_gpus_of_24_gb():
+    shards = gpu.plan_shards(WIKI, WIDTH, [23 * GIB] * 4, "wiki")
+    assert [len(rows) for rows in shards] == [5_253_831] * 4
+    assert [rows.start for rows in shards[1:]] == [rows.stop for rows in shards[:-1]]
+
+
 def test_devices_get_even_parts_that_fit():
     shards = gpu.plan_shards(10, 4, [4 * GIB] * 3, "x")
     assert [list(rows) for rows in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
     assert [len(rows) for rows in gpu.plan_shards(2, 4, [4 * GIB] * 3, "x")] == [0, 1, 1]
     need = WIKI * (2 * WIDTH + 8) + gpu.WORKSPACE
     gpu.plan_shards(WIKI, WIDTH, [need], "wiki")
-    refuses("wiki in fp16 over 1 .*GPU 0 has 32.7 GiB", gpu.plan_shards, WIKI, WIDTH, [need - 1], "wiki")
-    refuses("17.6 GiB .*GPU 1 has 10.0", gpu.plan_shards, WIKI, WIDTH, [40 * GIB, 10 * GIB], "x")
+    message = "wiki in fp16 over 1 GPU.s. needs 32.7 GiB on each, and GPU 0 has 32.7 GiB free; take more GPUs"
+    refuses(message, gpu.plan_shards, WIKI, WIDTH, [need - 1], "wiki")
+    message = "wiki in fp16 over 2 GPU.s. needs 17.6 GiB on each, and GPU 1 has 10.0 GiB free; take more GPUs"
+    refuses(message, gpu.plan_shards, WIKI, WIDTH, [40 * GIB, 10 * GIB], "wiki")
     gpu.require_ivf_memory(20 * GIB, [14 * GIB, 14 * GIB], "x")
-    refuses("13.5 GiB .*GPU 1 has 13", gpu.require_ivf_memory, 20 * GIB, [14 * GIB, 13 * GIB], "x")
+    message = "x over 2 GPU.s. needs 13.5 GiB on each, and GPU 1 has 13.0 GiB free"
+    refuses(message, gpu.require_ivf_memory, 20 * GIB, [14 * GIB, 13 * GIB], "x")
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
@@ -282,7 +308,11 @@ def test_type_that_stays_on_the_cpu_is_refused(tmp_path, monkeypatch):
         if hasattr(faiss, "GpuIndexFlatIP") and faiss.get_num_gpus() and factory not in on_cpu:
             assert FaissVectors(path, gpu=True).nearest(whole(1, 3, 16), 1)[1].shape == (3, 1)
             continue
-        message = f"--faiss_gpu: {path} would stay on the CPU" if factory in on_cpu else "no GPU support"
+        message = (
+            f"--faiss_gpu: {path} would stay on the CPU; build one of Flat, "
+            if factory in on_cpu
+            else "no GPU support"
+        )
         refuses(message, FaissVectors, path, gpu=True)
     monkeypatch.setattr(gpu.ctypes, "CDLL", Mock(side_effect=OSError("libcuda.so.1: cannot open")))
     refuses("no CUDA driver .libcuda.so.1: cannot open", gpu.free_memory, 1)
@@ -296,6 +326,10 @@ def test_type_that_stays_on_the_cpu_is_refused(tmp_path, monkeypatch):
 def test_planned_bytes_are_those_of_the_file(tmp_path, factory):
     size = written(tmp_path / "index", factory, whole(0, 20_000, 16)).stat().st_size
     assert vector_bytes(20_000, 16, factory) == pytest.approx(size, rel=0.1)
+
+
+def test_planned_bytes_of_wiki_18_are_those_of_the_published_index():
+    assert vector_bytes(WIKI, WIDTH, "Flat") == 64_559_075_328
 
 
 def test_memory_and_cores_of_a_container_count(tmp_path, monkeypatch):

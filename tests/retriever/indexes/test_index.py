@@ -21,7 +21,7 @@ from retriever.errors import RetrieverError
 from retriever.indexes import build as build_module
 from retriever.indexes import progress as progress_module
 from retriever.indexes.build import build_index, embed
-from retriever.indexes.index import open_index
+from retriever.indexes.index import Index, open_index
 from retriever.indexes.lock import locked
 from retriever.indexes.manifest import MANIFEST
 
@@ -83,7 +83,7 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
     ("options", "message"),
     [
         ({"retriever_name": "e6"}, "encoder 'e6' is unknown"),
-        ({"factory": "Nonsense"}, "--factory 'Nonsense'"),
+        ({"factory": "Nonsense"}, "--factory 'Nonsense': not a FAISS factory string"),
         ({"kind": "web"}, "--kind 'web' is unknown"),
         ({"kind": "bm25"}, "--kind bm25"),
         ({"kind": "no_such_module:Class"}, "no_such_module:Class: not an importable"),
@@ -95,7 +95,7 @@ def test_stopped_build_continues(tmp_path, corpus, stop_after, monkeypatch, caps
         ({"factory": "IVF64,Flat"}, "cannot be trained on 30 passages"),
         ({"search": "nprobe"}, "--search 'nprobe'"),
         ({"retriever_name": "bm25", "retriever_model": "x"}, "has no vectors"),
-        ({"devices": "cpu,cpu"}, "--devices: hashed has no network"),
+        ({"devices": "cpu,cpu"}, "--devices: hashed has no network; leave it out"),
     ],
 )
 def test_invalid_option_is_named(tmp_path, corpus, options, message):
@@ -126,6 +126,50 @@ def test_words_are_searched_without_an_accelerator(tmp_path, corpus):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert first_id(corpus, tmp_path / "i") == "17"
+
+
+def test_rate_counts_this_start_only(monkeypatch):
+    """Passages of an earlier start would make the rate too high, and the time left too short."""
+    monkeypatch.setattr(progress_module, "LOG_SECONDS", 1e-9)
+    with progress_module.progress_bar(1000, "encode", done=900) as bar:
+        bar.update(50)
+        state = bar.format_dict
+    assert state["n"] == 950
+    assert state["initial"] == 900
+
+
+def test_kept_embeddings_serve_several_indexes(tmp_path, corpus, stop_after):
+    build(corpus, tmp_path / "flat", embeddings=tmp_path / "e")
+    build(corpus, tmp_path / "hnsw", embeddings=tmp_path / "e", factory="HNSW8")
+    assert stop_after["encoded"] == 30  # once for both
+    flat = open_index(tmp_path / "flat", corpus).search(["person 17"], 1)
+    hnsw = open_index(tmp_path / "hnsw", corpus).search(["person 17"], 1)
+    assert flat == hnsw
+    assert ids(flat) == [["17"]]
+
+
+def test_index_of_float16_shards_is_searched(tmp_path, corpus):
+    build(corpus, tmp_path / "i", embeddings=tmp_path / "e", embedding_dtype="float16")
+    assert np.load(tmp_path / "e" / "shard-00000.npy").dtype == np.float16
+    assert first_id(corpus, tmp_path / "i") == "17"
+
+
+@pytest.mark.parametrize("kind", ["faiss", "jax", pytest.param("qdrant", marks=pytest.mark.medium)])
+def test_number_of_shards_does_not_change_results(tmp_path, corpus, monkeypatch, kind):
+    if kind == "qdrant":
+        pytest.importorskip("qdrant_client")
+        monkeypatch.setattr("retriever.contrib.qdrant.BATCH", 2)  # several uploads for each shard, too
+    build(corpus, tmp_path / "one")
+    build(corpus, tmp_path / "many", kind=kind, shard_rows=5)
+    queries = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
+    expected = open_index(tmp_path / "one", corpus).search(queries, 5)
+    results = open_index(tmp_path / "many", corpus).search(queries, 5)
+    assert ids(expected)[0][0] == "3"
+    assert ids(expected)[1][0] == "16"
+    assert ids(results) == ids(expected)
+    for hits, expected_hits in zip(results, expected, strict=True):
+        scores = [score for _, score in hits]
+        assert scores == pytest.approx([score for _, score in expected_hits], abs=1e-3)
 
 
 def test_other_folders_are_left_alone(tmp_path, corpus):
@@ -174,6 +218,7 @@ def test_full_disk_names_the_folder(tmp_path, corpus, options, size, where):
         build(corpus, tmp_path / "i", **options)
     assert str(tmp_path / where) in str(caught.value) and "\n" not in str(caught.value)
     assert "shard_rows" in options or "cannot be written (File too large); make room" in str(caught.value)
+    assert "make room or name another folder, and start again: what was encoded is kept" in str(caught.value)
     assert not (tmp_path / "i").exists()
     build(corpus, tmp_path / "i", **options)
     assert first_id(corpus, tmp_path / "i") == "17"
@@ -190,6 +235,30 @@ def test_second_build_of_a_folder_is_refused(tmp_path, corpus):
     assert sorted(os.listdir(tmp_path)) == ["e", "i"]  # no locks are left
     (tmp_path / "file").touch()
     refuses("/file/i: cannot be written", build, corpus, tmp_path / "file/i")
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from retriever.indexes.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_lock_of_another_process_ends_with_it(tmp_path, corpus, is_killed):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "i")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        refuses("/i: another process is building it; wait until it has ended", build, corpus, tmp_path / "i")
+        if is_killed:
+            other.kill()
+        other.communicate("end\n")
+    build(corpus, tmp_path / "i")
+    assert os.listdir(tmp_path) == ["i"]
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +286,14 @@ def test_random_bytes_are_noticed(built, corpus, tmp_path, kind, mmap):
     (copy / "index.faiss").write_bytes(data)
     refuses("index.faiss: damaged .its checksum.*build it again", first_id, corpus, copy, mmap=mmap)
     assert first_id(corpus, copy, mmap=mmap, skip_checksum=True)
+
+
+@pytest.mark.parametrize("kind", ["flat", "sq", "bm25"])
+def test_every_file_of_an_index_has_a_checksum(built, kind):
+    folder = built / kind
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert set(manifest["checksums"]) == files - {MANIFEST}
 
 
 def test_words_of_index_and_queries_are_split_alike(copy, corpus):
@@ -250,6 +327,7 @@ def test_shards_of_other_settings_are_refused(tmp_path, corpus, monkeypatch):
     ):
         if not changes:
             monkeypatch.setattr("retriever.encoders.tokenizer.WORDS_VERSION", 3)
+        message = rf"started with other settings \(.*{message}.*\); restore or delete it"
         refuses(message, embed, corpus, tmp_path, BuildOptions(**settings | changes), progress=False)
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -281,6 +359,29 @@ def test_bm25_is_its_definition(built, corpus, mmap):
     assert ids(index.search(["zzzz 29", "town"], 3)) == [["29"], ["0", "1", "2"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("indices", lambda rows: rows + 1000),
+        ("indices", lambda rows: rows - 1000),
+        ("indptr", lambda starts: starts * 3),
+        ("indptr", lambda starts: starts[::-1].copy()),
+        ("indptr", lambda starts: starts[:5]),
+        ("data", lambda scores: scores[:-1]),
+        ("data", lambda scores: np.append(scores[:-1], np.float32(7))),
+    ],
+    ids=range(7),
+)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_changed_array_of_bm25_is_noticed(built, tmp_path, corpus, name, change, mmap):
+    """A place out of range would be read by compiled code."""
+    copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
+    path = copy / "bm25" / f"{name}.csc.index.npy"
+    array = change(np.load(path))
+    np.save(path, array)
+    refuses(f"{path.name}: damaged .its checksum", open_index, copy, corpus, IndexOptions(mmap=mmap))
+
+
 def test_damaged_or_too_large_bm25_is_refused(built, tmp_path, corpus, monkeypatch):
     bm25 = built / "bm25"
     with monkeypatch.context() as patch:
@@ -301,10 +402,16 @@ def test_damaged_or_too_large_bm25_is_refused(built, tmp_path, corpus, monkeypat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        *[("encoder.npz", text, "cannot be read .*build") for text in (None, b"", b"PK damaged")],
+        *[
+            ("encoder.npz", text, "cannot be read .*build the index again")
+            for text in (None, b"", b"PK damaged")
+        ],
         ("index.faiss", None, "no such index"),
         ("index.faiss", b"IxFI", "has 4 bytes and its manifest says 491,565; build it again"),
-        *[(MANIFEST, text, ".*build it again") for text in (b"{", b"[]", b"{}", b'{"kind": "faiss"}')],
+        *[
+            (MANIFEST, text, ".*build it again")
+            for text in (b"{", b"[]", b"{}", b'{"kind": "faiss"}', b'{"kind": "x"}')
+        ],
     ],
 )
 def test_missing_or_damaged_file_is_refused(copy, corpus, name, content, message):
@@ -312,6 +419,41 @@ def test_missing_or_damaged_file_is_refused(copy, corpus, name, content, message
     if content is not None:
         (copy / name).write_bytes(content)
     refuses(f"{name}: {message}", open_index, copy, corpus)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_truncated_index_is_refused_with_both_sizes(copy, corpus, mmap):
+    path = copy / "index.faiss"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2])
+    message = f"index.faiss: has {size // 2:,} bytes and its manifest says {size:,}; build it again"
+    refuses(message, open_index, copy, corpus, IndexOptions(mmap=mmap))
+
+
+class SparseRanker:
+    """Finds row 2 for every query, and fewer rows than asked for, as approximate indexes do."""
+
+    def __init__(self, documents):
+        self.documents = documents
+        self.asked = []
+
+    def rank(self, queries, k):
+        self.asked.append(k)
+        scores = np.full((len(queries), k), -np.inf, np.float32)
+        rows = np.full((len(queries), k), -1, np.int64)
+        scores[:, 0] = 0.5
+        rows[:, 0] = 2
+        return scores, rows
+
+
+def test_rows_that_were_not_found_are_left_out():
+    rows = [{"id": str(number)} for number in range(4)]
+    ranker = SparseRanker(len(rows))
+    index = Index(rows, ranker, {})
+    assert index.search(["a", "b"], 3) == [[(rows[2], 0.5)]] * 2
+    assert index.search(["a"], 9) == [[(rows[2], 0.5)]]
+    assert ranker.asked == [3, 4]  # the corpus has four rows
+    assert index.search([], 3) == []
 
 
 def test_sizes_of_index_corpus_and_encoder_must_agree(copy, corpus, tmp_path):
@@ -339,4 +481,4 @@ def test_unsuitable_option_or_missing_index_is_named(built, tmp_path, corpus):
     refuses("no complete index; build it", open_index, tmp_path / "none", corpus)
     for name in ("", "hashed", "bm25"):
         file = built / "flat/index.faiss"
-        refuses("set --retriever_name to e5", open_index, file, corpus, IndexOptions(name))
+        refuses("set --retriever_name to e5, bge or dense", open_index, file, corpus, IndexOptions(name))

@@ -4,7 +4,11 @@ import asyncio
 import json
 import re
 import shutil
+import threading
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -25,7 +29,7 @@ from retriever.service.cache import ResultCache
 from retriever.service.engine import MAX_QUERY_LENGTH
 from retriever.service.identity import index_identity
 from retriever.service.limits import Limits
-from retriever.service.middleware import BodyLimit
+from retriever.service.middleware import ROUTES, BodyLimit
 from retriever.service.replies import PIECE
 from retriever.service.schemas import RetrieveRequest
 
@@ -70,6 +74,51 @@ def test_contracts_of_the_three_clients(client):
     assert texts[0]["score"] > texts[1]["score"] >= texts[2]["score"]
     assert results(topk_retrieval=3)[0] == [item["document"] for item in texts]
     assert len(results(topk=1, topk_rerank=3, not_sort=True)[0]) == 2  # topk is of the other contracts
+
+
+def test_health_describes_the_index(client):
+    state = client.get("/health").json()
+    assert state["status"] == "ready"
+    assert state["documents"] == len(ROWS)
+
+
+def test_no_queries_have_no_results(index):
+    counting = Counting(index)
+    with TestClient(make_app(counting, 1)) as client:
+        for body in ({}, {"topk_retrieval": 3, "not_sort": True}):
+            reply = client.post("/retrieve", json=body | {"queries": []})
+            assert reply.status_code == 200
+            assert reply.json() == {"result": []}
+    assert not counting.batches
+
+
+def test_overload_is_503_and_says_when_to_come_back(index):
+    counting = Counting(index, seconds=0.2)
+    limits = Limits(max_batch=1, max_queue=1)
+    with TestClient(make_app(counting, 1, limits=limits)) as client, ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: client.post("/retrieve", json=QUERY), range(6)))
+    assert {reply.status_code for reply in replies} == {200, 503}
+    for reply in replies:
+        if reply.status_code == 503:
+            assert reply.headers["retry-after"] == "1"
+            assert "try again" in reply.json()["error"]
+
+
+def test_reranker_runs_in_one_thread(towns):
+    """torch keeps buffers for each thread that calls it."""
+    threads = set()
+
+    def rerank(queries, hits, k):
+        threads.add(threading.get_ident())
+        time.sleep(0.02)
+        return [hits_of_query[:k] for hits_of_query in hits]
+
+    app = make_app(towns, 2, reranker=SimpleNamespace(model="m", rerank=rerank))
+    body = {"queries": ["port elton"], "topk_retrieval": 2, "topk_rerank": 1}
+    with TestClient(app) as client, ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert len(threads) == 1
 
 
 def test_query_without_hits_gets_empty_list(towns, tmp_path):
@@ -124,6 +173,11 @@ def test_docs_page_loads_from_the_service_only(client):
     assert all(len(client.get(address).raise_for_status().content) > 100 for address in addresses)
 
 
+def test_openapi_names_the_routes(client):
+    paths = client.get("/openapi.json").json()["paths"]
+    assert {"/retrieve", "/access", "/health", "/metrics"} <= set(paths)
+
+
 def test_long_query_is_cut_and_counted(index):
     counting, fits = Counting(index), "b" * MAX_QUERY_LENGTH
     with TestClient(make_app(counting, 1)) as client:
@@ -163,6 +217,32 @@ def test_every_route_but_health_needs_the_token(guarded, method, route, status):
     assert route != "/nothing" or "POST /retrieve" in ask("Bearer secret").json()["error"]
 
 
+def test_token_test_names_every_measured_route():
+    """A new route belongs into the list of `test_every_route_but_health_needs_the_token`."""
+    assert {"/retrieve", "/access", "/metrics", "/health"} == ROUTES
+
+
+def test_wrong_method_is_answered_with_the_routes(client):
+    reply = client.get("/retrieve")
+    assert reply.status_code == 405
+    assert "POST /retrieve" in reply.json()["error"]
+
+
+def test_too_large_body_is_answered_with_the_limit(guarded):
+    reply = guarded.post("/retrieve", json={"queries": ["a" * 300]}, headers=TOKEN)
+    assert reply.status_code == 413
+    assert "larger than 200 bytes" in reply.json()["error"]
+
+
+def test_token_is_checked_before_the_body_is_read(index):
+    receive = AsyncMock(side_effect=AssertionError("the body was read"))
+    send = AsyncMock()
+    scope = SCOPE | {"headers": [(b"content-length", b"9000000")]}
+    asyncio.run(make_app(index, 1, token="secret")(scope, receive, send))
+    assert send.await_args_list[0].args[0]["status"] == 401
+    receive.assert_not_awaited()
+
+
 SCOPE = {"type": "http", "method": "POST", "path": "/retrieve", "query_string": b"", "headers": []}
 
 
@@ -177,10 +257,17 @@ def test_body_in_parts_arrives_whole(limit, unread):
     async def app(scope, receive, send):
         bodies.append((await receive())["body"])
 
+    begin = time.process_time()
     asyncio.run(BodyLimit(app, limit)(SCOPE, receive, sent))
+    assert time.process_time() - begin < 2
     assert len(list(parts)) == unread  # it stops where the limit is passed
     assert bodies == ([] if unread else [b"x" * 4_000_000])
     assert [call.args[0].get("status") for call in sent.await_args_list] == [413, None] * bool(unread)
+
+
+def test_half_surrogate_pair_in_a_query_is_refused(client):
+    reply = client.post("/retrieve", content=b'{"queries": ["\\ud800"]}')
+    assert reply.status_code == 422, reply.text
 
 
 @pytest.mark.medium
@@ -236,6 +323,18 @@ def test_identity_covers_everything_that_decides_results(files, tmp_path):
         (tmp_path / "pages").write_text(blank + json.dumps({"url": "a", "contents": text}))
         identities.add(identity(index, pages=Pages(tmp_path / "pages")))
     assert len(identities) == 2 + len(builds) + 2
+
+
+def test_replies_of_access_carry_the_identity_of_index_and_pages(index, tmp_path):
+    path = write_rows(tmp_path / "pages.jsonl", [{"url": "a", "contents": "A"}])
+    pages = Pages(path)
+    with TestClient(make_app(index, 1, pages=pages)) as client:
+        state = client.get("/health").json()
+        assert state["pages_sha256"] == pages.sha256
+        for urls, status in ((["a"], 200), (5, 422)):
+            reply = client.post("/access", json={"urls": urls})
+            assert reply.status_code == status
+            assert reply.headers["x-index-identity"] == state["identity"]
 
 
 def test_refusals_carry_the_identity_and_are_counted(guarded):
@@ -319,12 +418,82 @@ def test_largest_reply_takes_little_memory():
     assert sum(sizes) > 70 * 10**6 and max(sizes) < 2 * PIECE and most < 20 * 10**6
 
 
+def test_large_reply_lets_others_through_between_pieces():
+    app = make_app(WIDE, 3)
+    body = {"queries": ["q"] * 3, "topk": 1000, "return_scores": True}
+    ticks = 0
+    ticks_at_pieces = []
+
+    async def count_ticks():
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    def note(piece):
+        if piece:  # the last message of a reply is empty
+            ticks_at_pieces.append(ticks)
+
+    async def run():
+        ticking = asyncio.create_task(count_ticks())
+        await request(app, body, asyncio.Event(), note)
+        ticking.cancel()
+
+    asyncio.run(run())
+    assert len(ticks_at_pieces) > 5
+    assert all(later > earlier for earlier, later in pairwise(ticks_at_pieces))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"queries": ["ada"] * 512, "topk": 3, "return_scores": True},  # Search-R1's batch
+        {"queries": ["ada"] * 512 * 5, "topk_retrieval": 20, "topk_rerank": 3, "not_sort": True},
+        pytest.param({"queries": ["ada"] * 8192, "topk": 8}, marks=pytest.mark.medium),
+        {"queries": ["ada"], "topk": 1000},
+    ],
+    ids=["Search-R1", "CalibAdv", "most queries", "most documents"],
+)
+def test_real_clients_stay_within_the_limits(body):
+    with TestClient(make_app(WIDE, 3)) as client:
+        reply = client.post("/retrieve", json=body)
+    assert reply.status_code == 200
+    assert len(reply.json()["result"]) == len(body["queries"])
+
+
+def test_pages_of_any_size_are_sent_in_pieces(index, tmp_path):
+    rows = [{"url": f"u{n}", "contents": "é" * 100_000} for n in range(8)]
+    pages = Pages(write_rows(tmp_path / "pages.jsonl", rows))
+    with served(make_app(index, 3, pages=pages)) as (host, port), httpx.Client(trust_env=False) as client:
+        url = f"http://{host}:{port}/access"
+        many = client.post(url, json={"urls": [*(row["url"] for row in rows), "nowhere"]})
+        few = client.post(url, json={"urls": ["nowhere"]})
+    whole = json.dumps({"result": [*rows, None]}, ensure_ascii=False, separators=(",", ":"))
+    assert many.content == whole.encode()
+    assert "content-length" not in many.headers
+    assert few.content == b'{"result":[null]}'
+    assert few.headers["content-length"] == "17"
+
+
 @pytest.mark.parametrize(
     ("limits", "queries", "body", "message"),
     [
-        (Limits(), 66, {"topk_retrieval": 1000, "not_sort": True}, "send at most 65 queries at once"),
+        (
+            Limits(),
+            300,
+            {"topk": 1000},
+            "300 with 1000 documents each are 300,000, and 65,536 are taken; send at most 65 queries at once,"
+            " or raise --max_results",
+        ),
+        (
+            Limits(),
+            66,
+            {"topk_retrieval": 1000, "not_sort": True},
+            "send at most 65 queries at once, or raise --max_results",
+        ),
         (Limits(max_results=10), 4, {}, "4 with 3 documents each are 12, and 10 are taken; send at most 3"),
-        (Limits(max_results=10), 1, {"topk": 11}, "send topk 10 at most"),
+        (Limits(max_results=10), 3, {}, ""),
+        (Limits(max_results=10), 1, {"topk": 11}, "send topk 10 at most, or raise --max_results"),
         (Limits(max_results=10), 1, {"topk": 10}, ""),
         (Limits(), 1, {"topk": 1000}, ""),
         (Limits(), 8193, {"topk": 1}, "8193 in one request, and 8192 are taken"),

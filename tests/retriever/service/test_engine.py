@@ -1,7 +1,11 @@
 """Queries are looked up in the store, which repeats a run exactly, or share searches."""
 
 import asyncio
+import ctypes
+import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -11,9 +15,10 @@ import pytest
 from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, refuses
 
+from benchmarks.retrieval.load import process_bytes
 from retriever.errors import RequestFailed
 from retriever.service.app import make_app
-from retriever.service.batcher import SearchBatcher
+from retriever.service.batcher import SearchBatcher, trim_memory
 from retriever.service.cache import ResultCache
 from retriever.service.engine import Engine
 from retriever.service.limits import Limits
@@ -76,6 +81,40 @@ def test_opening_waits_for_another_process(tmp_path):
     assert store.look_up(["q"], 1) == [item("a")]
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from retriever.service.cache import ResultCache
+store = ResultCache(Path(sys.argv[1]), {}, "use")
+print("open", flush=True)
+sys.stdin.readline()
+for n in range(300):
+    name = f"{sys.argv[2]} {n}"
+    store.store([name, "shared"], 1, [[({"id": name}, 1.0)], [({"id": "shared"}, 1.0)]])
+    assert store.look_up([name], 1) == [[({"id": name}, 1.0)]]
+"""
+
+
+@pytest.mark.medium
+def test_two_processes_share_a_store(tmp_path):
+    """Both write at the same time: neither fails because the store is locked, and nothing is lost."""
+    path = tmp_path / "s"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([*command, name], **pipes) for name in "ab"]
+    for writer in writers:
+        assert writer.stdout.readline() == "open\n"
+    for writer in writers:
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        _, error = writer.communicate(timeout=60)
+        assert writer.returncode == 0, error
+    queries = [f"{name} {n}" for name in "ab" for n in range(300)]
+    stored = ResultCache(path, {}, "replay").look_up(queries, 1)
+    assert stored == [[({"id": query}, 1.0)] for query in queries]
+
+
 def test_first_stored_result_stays(store):
     store.store(["a"], 3, [item("é")])
     store.store(["b", "a"], 3, [item("b")] * 2)
@@ -84,6 +123,21 @@ def test_first_stored_result_stays(store):
     assert store.look_up(["c"], 3) == [item("é")]
     store.store(["d"], 3, [item("half \ud800 of it")])
     assert store.look_up(["d"], 3) == [item("half \ud800 of it")]
+
+
+def test_same_query_of_clients_at_once_is_answered_and_stored(index, store):
+    counting = Counting(index, seconds=0.05)
+    engine = Engine(counting, 3, 3, Limits(max_batch=1, max_wait=0.0), Metrics(), None, store)
+    request = RetrieveRequest(queries=["ada almson"], topk=3)
+
+    async def ask():
+        return await asyncio.gather(*(engine.answer(request) for _ in range(4)))
+
+    answers = asyncio.run(asyncio.wait_for(ask(), 30))
+    assert len(answers[0][0]) == 3
+    assert all(answer == answers[0] for answer in answers)
+    assert len(counting.batches) > 1  # none of them waited for the store
+    assert store.look_up(["ada almson"], 3) == answers[0]
 
 
 def test_full_disk_costs_no_client_its_answer(index, store, capsys):
@@ -122,6 +176,55 @@ def test_single_requests_do_not_wait():
 
     asyncio.run(run())
     assert counting.batches == [(2, 1)] * 4
+
+
+def test_queries_of_a_shared_search_get_their_own_results(index):
+    counting = Counting(index, seconds=0.02)
+    queries = NAMES * 4
+
+    async def run():
+        batcher = SearchBatcher(counting.search, Limits(max_batch=64))
+        return await asyncio.gather(*(batcher.submit([query], 3) for query in queries))
+
+    results = asyncio.run(run())
+    for query, (hits,) in zip(queries, results, strict=True):
+        (alone,) = index.search([query], 3)
+        assert [row for row, _ in hits] == [row for row, _ in alone]
+        # FAISS multiplies many queries by another kernel, which rounds otherwise.
+        assert [score for _, score in hits] == pytest.approx([score for _, score in alone], rel=1e-5)
+    assert len(counting.batches) <= 3
+
+
+def test_large_request_keeps_every_worker_busy(index):
+    counting = Counting(index, seconds=0.01)
+
+    async def run():
+        batcher = SearchBatcher(counting.search, Limits(max_batch=32, workers=2))
+        return await batcher.submit(NAMES * 20, 1)
+
+    results = asyncio.run(run())
+    assert [hits[0][0]["contents"].split('"')[1] for hits in results] == NAMES * 20
+    sizes = [size for size, _ in counting.batches]
+    assert sizes[:9] == [32] * 9
+    assert sizes[9:] in ([32], [16, 16])  # workers that end at the same moment share the last queries
+
+
+def test_failed_search_fails_its_own_queries_only(index):
+    def search(queries, k):
+        if "bad" in queries:
+            raise OSError("disk")
+        return index.search(queries, k)
+
+    async def run():
+        batcher = SearchBatcher(search, Limits())
+        (failed,) = await batcher.submit(["bad"], 1)
+        (hits,) = await batcher.submit(["ada almson"], 1)
+        return failed, hits
+
+    failed, hits = asyncio.run(run())
+    assert isinstance(failed, OSError)
+    assert str(failed) == "disk"
+    assert hits[0][0]["id"] == "0"
 
 
 def test_depths_are_not_mixed(index):
@@ -204,6 +307,33 @@ def test_request_above_the_queue_is_refused_whole():
         return [matches[0][0]["id"] for matches in [*await first, *second]]
 
     assert asyncio.run(work()) == ["a", "b", "c", "d", "e"]
+
+
+def test_full_queue_refuses_and_answers_the_rest(index):
+    counting = Counting(index, seconds=0.02)
+
+    async def run():
+        batcher = SearchBatcher(counting.search, Limits(max_batch=2, max_queue=4))
+        return await asyncio.gather(*(batcher.submit([name], 1) for name in NAMES), return_exceptions=True)
+
+    results = asyncio.run(run())
+    refused = [result for result in results if isinstance(result, RequestFailed)]
+    answered = [result for result in results if not isinstance(result, RequestFailed)]
+    assert len(answered) >= 4
+    assert refused
+    assert all(error.status == 503 for error in refused)
+    assert all(len(result) == 1 for result in answered)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_freed_memory_goes_back_to_the_system():
+    blocks = [b"x" * size for size in range(20_000, 24_000)]  # 88 MB, each too small for its own mapping
+    before = process_bytes(os.getpid(), "RssAnon")
+    pins = blocks[::50]  # keep holes between them
+    del blocks
+    trim_memory()
+    assert process_bytes(os.getpid(), "RssAnon") < before - 40e6
+    assert len(pins) == 80
 
 
 def test_memory_is_trimmed_every_1000_queries(monkeypatch):

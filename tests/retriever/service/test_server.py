@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -18,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from retriever_rig import Counting, refuses, served
+from retriever_rig import NAMES, Counting, refuses, served
 
 from retriever.options import parse
 from retriever.service import assembly, protocol
@@ -96,6 +97,46 @@ def test_stop_does_not_wait_for_loading():
         assert process.wait(20) in (0, -signal.SIGTERM)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_sigterm_under_load_drops_no_accepted_request(files, tmp_path):
+    corpus, folder = files
+    port_file = tmp_path / "port"
+    command = [sys.executable, "-m", "retriever.serve", "--corpus_path", str(corpus), "--port", "0"]
+    command += ["--index_path", str(folder), "--port_file", str(port_file), "--max_batch", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    outcomes = []
+
+    async def ask(client, url):
+        try:
+            reply = await client.post(url, json={"queries": NAMES * 8, "topk": 16})
+            outcomes.append(reply.status_code)
+        except httpx.ConnectError:
+            outcomes.append("refused")  # it came after the port was closed
+        except httpx.TransportError as error:
+            outcomes.append(f"dropped: {error!r}")
+
+    async def load(url):
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            await ask(client, url)
+            tasks = [asyncio.create_task(ask(client, url)) for _ in range(12)]
+            while outcomes.count(200) < 2 and not all(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.gather(*tasks)
+
+    try:
+        while not port_file.is_file():
+            assert process.poll() is None
+            time.sleep(0.02)
+        asyncio.run(load(f"http://127.0.0.1:{port_file.read_text()}/retrieve"))
+        assert process.wait(30) in (0, -signal.SIGTERM)  # uvicorn raises the signal again at its end
+    finally:
+        process.kill()
+    assert outcomes.count(200) >= 2
+    assert set(outcomes) <= {200, "refused"}, outcomes
+
+
 def test_taken_port_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = str(holder.getsockname()[1])
@@ -137,9 +178,13 @@ def test_build_options_reach_the_builder(tmp_path, files):
     names = ["reading", "building", "loading", "reading", "loading"]  # built once
     assert [stage.split()[0] for stage in stages] == names
     for option, value, built in (("factory", "Flat", "HNSW8"), ("kind", "jax", "faiss")):
-        message = f"--{option} {value}: .*/new was built with {built}; leave"
+        message = f"--{option} {value}: .*/new was built with {built}; leave the option out"
         refuses(message, load_index, parse([*arguments[:5], f"--{option}", value]), print)
-    refuses("--factory: only a build takes it; add", parse, [*arguments[:4], "--factory", "Flat"])
+    refuses(
+        "--factory: only a build takes it; add --build_if_missing",
+        parse,
+        [*arguments[:4], "--factory", "Flat"],
+    )
 
 
 def test_limits_reach_the_service(files):
@@ -241,10 +286,28 @@ def test_endless_head_is_cut_off(index):
         for is_second in (False, True):
             connection = connected(stack, address, REQUEST if is_second else b"")
             assert not is_second or b" 200 OK" in read(connection)
+            begin = time.monotonic()
             with pytest.raises(OSError):
                 for letter in b"POST /retr" + b"i" * 60:  # a byte now and then must not keep it open
                     time.sleep(0.05)
                     connection.sendall(bytes([letter]))
+            assert time.monotonic() - begin > 0.4
+
+
+def test_body_that_trickles_gets_408(index):
+    """Each byte comes in time; all of them together do not."""
+    limits = Limits(request_seconds=0.5)
+    with served(make_app(index, 1, limits=limits), seconds=0.5) as address:
+        with contextlib.ExitStack() as stack:
+            connection = connected(stack, address, REQUEST[:-LENGTH])
+            for byte in BODY[:5]:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.05)
+            reply = read(connection)
+        assert b" 408 " in reply
+        assert b"--request_seconds" in reply
+        assert b"connection: close" in reply
+        assert b" 200 OK" in ask(address)
 
 
 def test_long_search_is_not_cut_off(index):
@@ -364,3 +427,33 @@ def test_trailers_and_a_waiting_head_are_bounded(index):
             while replies.count(b"HTTP/1.1 ") < len(statuses):
                 replies += read(connection)
             assert [part[:3] for part in replies.split(b"HTTP/1.1 ")[1:]] == statuses
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="not Linux")
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /health HTTP/1.1\r\nhost: h\r\nx: ",
+        b"GET /",
+        HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked") + b"\r\n2\r\n{}\r\n0\r\nx: ",
+        REQUEST + b"GET /health HTTP/1.1\r\nx: ",
+    ],
+    ids=["header", "address", "trailer", "next request"],
+)
+def test_huge_head_is_not_kept_in_memory(index, start):
+    """Sixteen heads of 58 MB took 600 MB."""
+    head = start + b"x" * 58 * 10**6
+    with served(make_app(index, 1)) as address, contextlib.ExitStack() as stack:
+        before = resident_bytes()
+        for _ in range(16):
+            connection = connected(stack, address)
+            connection.settimeout(5)
+            with contextlib.suppress(OSError):  # the service has closed
+                connection.sendall(head)
+        assert resident_bytes() - before < 100 * 10**6
+        assert b" 200 OK" in ask(address)

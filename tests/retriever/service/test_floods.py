@@ -1,0 +1,37 @@
+"""Floods against the running service; benchmarks/retrieval/flood.py has the full sizes."""
+
+import pytest
+
+from benchmarks.retrieval.flood import TOKEN, bodies, idle, service, slow, watch
+
+MB = 2**20
+
+
+@pytest.fixture(scope="module")
+def running(files):
+    """(address, process id) of a service."""
+    with service(*files, "--max_connections", "150", "--request_seconds", "2") as (address, pid):
+        bodies(address, 2, 15 * MB, TOKEN)  # the buffers of a first large body stay
+        yield address, pid
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("flood", "growth"),
+    [
+        (lambda address: idle(address, 400, 3.0), 20 * MB),
+        (lambda address: slow(address, 60, 4.0), 20 * MB),
+        (lambda address: bodies(address, 40, 15 * MB), 30 * MB),
+        # 128 MB of bodies at most, up to twice that while they grow
+        (lambda address: bodies(address, 40, 15 * MB, TOKEN), 270 * MB),
+        (lambda address: bodies(address, 1, 4 * MB, TOKEN, 1024), 30 * MB),
+    ],
+    ids=["idle connections", "slow requests", "bodies without token", "bodies with token", "small parts"],
+)
+def test_service_answers_and_keeps_its_memory(running, request, flood, growth):
+    address, pid = running
+    outcome = watch(request.node.callspec.id, address, pid, lambda: flood(address))
+    assert outcome.answers >= 2
+    assert outcome.longest < 10, outcome
+    assert outcome.peak - outcome.before < growth, outcome
