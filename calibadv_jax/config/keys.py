@@ -60,7 +60,7 @@ class PeerKey:
 
 @functools.cache
 def peer_keys() -> tuple[PeerKey, ...]:
-    """Return the keys of other trainers, from ``peer_keys.yaml``.
+    """Return the keys of other trainers, from the table beside this module.
 
     A row of the table is ``NAME: KEY, KEY; note``.
     """

@@ -385,7 +385,7 @@ def _browsecomp_reader(question_key: str) -> RowReader:
 def _decrypt(text: Any, canary: Any) -> Any:
     """Return the text of base64 that is XORed with the canary's repeated SHA-256; other text unchanged.
 
-    Source: openai/simple-evals, browsecomp_eval.py.
+    Source: the BrowseComp evaluation of openai/simple-evals.
     """
     try:
         encrypted = base64.b64decode(text, validate=True)
