@@ -111,3 +111,31 @@ def test_table_of_a_run(judge, tmp_path, monkeypatch, capsys):
     assert "repeat the question" in header
     assert [line.split()[1:5] for line in lines] == [["1", "to", "2", "4"], ["3", "to", "3", "2"]]
     assert [line.split()[-1] for line in lines] == ["0.000", "1.000"]
+
+
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_thought_that_is_part_of_its_tag_ends_before_the_closing_tag(judge, opening):
+    tokenizer = judge[1].tokenizer
+    trajectory = make_trajectory(tokenizer, ("in", "think"), opening)
+    sequence = np.concatenate([trajectory.prompt_ids, trajectory.response_ids])
+    for place, _ in language.thoughts(tokenizer, trajectory):
+        assert tokenizer.decode(sequence[place.stop :]).startswith(" </think>")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--model", "{folder}", "--window", "0"], "'0': must be a whole number above 0"),
+        (["--model", "{folder}", "--of-group", "0"], "'0': must be a whole number above 0"),
+        (
+            ["--model", "{folder}/none"],
+            "none: no config.json there; give the HuggingFace folder of the judge",
+        ),
+    ],
+)
+def test_mistake_is_found_before_the_judge_is_loaded(tmp_path, monkeypatch, capsys, options, line):
+    arguments = [option.format(folder=tmp_path) for option in options]
+    monkeypatch.setattr(sys, "argv", ["language", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit):
+        language.main()
+    assert capsys.readouterr().err.rstrip().endswith(line)

@@ -9,9 +9,10 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.rollout_store.writer import RolloutWriter
+from experiments import figures as evidence_figures
 from experiments import second_search, second_search_runs
-from experiments.arms import SHORT, parse_name
-from experiments.second_search import ARMS, World, credit_of, draw_group, push
+from experiments.arms import METHODS, SHORT, parse_name
+from experiments.second_search import ARMS, BELIEVE, World, credit_of, draw_group, push
 
 pytestmark = pytest.mark.medium  # of a benchmark's program
 
@@ -80,6 +81,38 @@ def test_runs_have_the_push_of_their_advantages(tmp_path, capsys):
         second_search_runs.main([str(runs[0]), "--steps", "2"])
     second_search.main(["--groups", "20"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list(ARMS)
+
+
+def test_table_has_a_push_and_its_error_for_each_chance(capsys):
+    second_search.main(["--groups", "20"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line.split()) for line in lines[2:]] == [1 + 2 * len(second_search.CHANCES)] * len(ARMS)
+
+
+def test_steps_without_a_decision_are_refused(tmp_path):
+    (step,) = draw_steps(0, number=1, groups=1)
+    for trajectory in step[0].trajectories:
+        trajectory.turns = list(BELIEVE)
+    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", [step])
+    with pytest.raises(UserError, match="all trajectories of these steps decide alike"):
+        second_search_runs.main([str(run), "--steps", "1"])
+
+
+def test_run_that_has_not_logged_its_searches_is_named(tmp_path):
+    run = make_run(tmp_path / "grpo-lr1e-3/seed-3", draw_steps(0, number=1), searches=())
+    with pytest.raises(UserError, match=r"seed-3/metrics.jsonl: no step has rollout/searches/mean"):
+        second_search_runs.main([str(run), "--steps", "1"])
+
+
+def test_every_method_has_a_mark_of_its_own():
+    pytest.importorskip("matplotlib")
+    names = [*METHODS, "mine", "another"]
+    (axes,) = evidence_figures.scatter({name: [(0.0, 1.0)] for name in names}, "x", "y").axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == names
+    marks = {
+        (tuple(mark.get_facecolor()[0]), mark.get_paths()[0].vertices.tobytes()) for mark in axes.collections
+    }
+    assert len(marks) == len(names)
 
 
 def mean_push(chance, config, world=WORLD, number=400):

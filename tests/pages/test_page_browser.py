@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.generated_run import answer_turn, make_turn, search_turn, write_run
+from benchmarks.generated_run import answer_turn, make_run, make_turn, search_turn, write_run
+from benchmarks.inspect_page import measure
 from calibadv_jax.config import Config, dump_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
@@ -138,6 +139,69 @@ def test_tokens_and_legend_show_the_chosen_shade(small):
     assert "ratio 1.07" in page.inner_text("#tip")
     page.select_option("#shade", "advantage")
     assert "wavy line: negative" in legend.inner_text()
+
+
+def test_new_address_draws_its_group_once(small):
+    page, address = small
+    page.evaluate(
+        """() => {
+            window.drawn = [];
+            const seen = () => window.drawn.push(document.getElementById("detail").dataset.ready);
+            new MutationObserver(seen).observe(document.getElementById("detail"), {childList: true});
+        }"""
+    )
+    open_group(page, address, 1, 0)
+    open_group(page, address, 1, 1)  # long after the first, whatever the browser still had to do for that
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate("window.drawn") == ["1/0", "1/1"]
+
+
+def test_turn_that_is_spared_altogether_does_not_look_untrained(served, page, tokenizer, tmp_path):
+    """The second trajectory found silver documents only: its penalty is gone, and that can be seen."""
+    ways = [
+        [search_turn(tokenizer, "first", "query", [SHELF["a"], SHELF["b"]])],
+        [search_turn(tokenizer, "other", "query", [SHELF["b"], SHELF["a"]])],
+    ]
+    group = group_of(tokenizer, ways, ["ann", "bob"])
+    first = group.trajectories[0]
+    last = [answer_turn(tokenizer, "so", "bob")]
+    failed = Trajectory(group.question, first.prompt_ids, last, 2, error="retriever: gone")
+    write_run(
+        tmp_path / "run", [[Group.of(group.question, [*group.trajectories, failed])]], Config(), tokenizer
+    )
+    with served(tmp_path / "run") as address:
+        open_group(page, address, 1, 0)
+        spared = page.locator(".card[data-index='1'] .turn").first
+        assert spared.locator(".mark.softened").inner_text() == "softened to 0"
+        line = "e => [getComputedStyle(e).textDecorationLine, getComputedStyle(e).textDecorationStyle]"
+        assert spared.locator(".token").first.evaluate(line) == ["underline", "dotted"]
+        assert page.locator(".card[data-index='2'] .token").first.evaluate(line)[0] == "none"
+
+
+def test_dark_and_light_differ(small):
+    page, _ = small
+    colours = set()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(colours) == 2
+
+
+def test_narrow_screen_begins_with_the_list(small):
+    page, _ = small
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.locator("#side").is_visible()
+    assert not page.locator("#detail").is_visible()
+
+
+def test_ten_thousand_trajectories(served, tmp_path, page):
+    """The list holds only the groups in view."""
+    make_run(tmp_path / "run", 10_000)
+    with served(tmp_path / "run") as address:
+        milliseconds = measure(page, address)
+        assert set(milliseconds) == {"load_ms", "filter_ms", "open_ms"}
+        assert count(page).endswith("groups")
+        assert 0 < page.locator(".entry").count() < 40
 
 
 def test_link_leads_back_to_the_same_view(small):

@@ -207,6 +207,7 @@ def test_character_of_several_tokens_belongs_to_the_last(pieces, tokenizer):
     ids = tokenizer.encode("😀b").ids
     cut = pieces.pieces([ids[0], ids[-1], ids[1], ids[2]])  # invalid bytes
     assert len(cut) == 4 and "b" in "".join(cut) and "\ufffd" in cut[-1]
+    assert "".join(cut) == pieces.text([ids[0], ids[-1], ids[1], ids[2]])
 
 
 @settings(max_examples=200)
@@ -266,6 +267,18 @@ def test_answers_have_types_and_forbid_foreign_scripts(ask):
         assert "frame-ancestors 'none'" in rules and headers["X-Content-Type-Options"] == "nosniff"
     assert f'content="{POLICY}"' in ask("/")[2].decode()  # the page itself, for other servers
     assert ask("/", method="POST")[0] == 501
+
+
+def test_group_is_served_as_json(ask):
+    status, headers, body = ask("/data/group_1_0.json")
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    assert int(headers["Content-Length"]) == len(body)
+    assert json.loads(body)["group"] == 0
+
+
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "/data/../../metrics.jsonl", "//etc/passwd"])
+def test_files_outside_the_page_are_not_served(ask, path):
+    assert ask(path)[0] == 404
 
 
 def test_only_the_notebooks_pages_frame_it(small_run, monkeypatch):

@@ -1,4 +1,4 @@
-"""Questions to the policy of a run that was trained: the real program, small."""
+"""Pages of runs that were trained, and questions to their policy: the real program, small."""
 
 import signal
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.cli import ask
@@ -30,14 +31,53 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The folder of a run of two steps with three actions, with its checkpoint."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    config = load_config(ROOT / "configs/actions.yaml", [*TINY, f"run.dir={folder}"])
+def train_run(folder, config):
+    """Train two steps; return the folder of the run."""
+    config = load_config(ROOT / "configs" / config, [*TINY, f"run.dir={folder}"])
     write_world(config.world)
     train.run(config)
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run with three actions, with its checkpoint."""
+    return train_run(tmp_path_factory.mktemp("trained") / "run", "actions.yaml")
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory):
+    """The folder of a run of plain GRPO."""
+    return train_run(tmp_path_factory.mktemp("grpo") / "run", "quickstart_grpo.yaml")
+
+
+def test_page_of_a_trained_run(trained, served, page):
+    with served(trained) as address:
+        page.goto(f"{address}/#step=1&group=0")
+        page.wait_for_selector("#detail[data-ready='1/0']")
+        assert page.inner_text("#count") == "32 trajectories in 8 groups"
+        assert page.locator(".card").count() == 4
+        assert page.locator(".token").count() > 4
+
+
+def test_page_of_plain_grpo_has_no_softened_turn(grpo, served, page):
+    with served(grpo) as address:
+        page.goto(f"{address}/#step=2&group=1")
+        page.wait_for_selector("#detail[data-ready='2/1']")
+        assert page.inner_text("#count") == "32 trajectories in 8 groups"
+        assert "softened" not in page.inner_text("#detail")
+
+
+def test_report_of_trained_runs(trained, grpo, page, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["report", str(trained), str(grpo), "--output", str(tmp_path / "report.html")])
+    assert end.value.code == 0
+    page.goto((tmp_path / "report.html").as_uri())
+    keys = page.locator("figure").evaluate_all("all => all.map((one) => one.id)")
+    assert {"lengths", "endings", "phases", "tokens_per_second"} <= set(keys)
+    text = page.inner_text("body")
+    assert "calibadv" in text and "grpo" in text
 
 
 def test_question_to_its_policy(trained):

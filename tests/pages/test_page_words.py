@@ -128,6 +128,42 @@ def test_words_of_turns_trajectories_and_group(explain, name):
         assert shown[place] == text[1:] if text.startswith("=") else text in shown[place], place
 
 
+def test_softened_search_shows_the_kept_numbers(explain):
+    words = explain()
+    turn = words.rows[1]["turns"][0]
+    assert turn["softened"]
+    assert turn["advantage"] == pytest.approx(turn["advantage_raw"] / 3)
+    assert words.turns[1][0] == (
+        f"Softened. Correctness 0.667: {FINDING} (fraction: 2 / 3 = 0.667). −0.500 × (1 − 0.667) = −0.167."
+    )
+
+
+def test_answers_that_nothing_balances_become_zero(explain):
+    words = explain(empty_winner)
+    assert words.rows[1]["turns"][-1]["advantage"] == 0
+    assert words.turns[0] == ["No token was sampled: nothing is trained."] * 2
+
+
+def test_turns_of_grpo_have_no_words_of_their_own(explain):
+    assert explain(name="grpo").turns[1] == [""] * 3
+
+
+def test_searches_of_querygroup_have_advantages_of_their_own(explain):
+    words = explain(name="querygroup")
+    trajectory = words.rows[0]
+    search, answer = trajectory["turns"][0], trajectory["turns"][-1]
+    assert search["advantage_raw"] == search["advantage"] != trajectory["advantage_raw"]
+    assert answer["advantage"] == trajectory["advantage_raw"] == pytest.approx(1.5, rel=1e-5)
+
+
+def test_base_with_advantages_by_turn_keeps_them_without_calibration(explain):
+    words = explain(base="querygroup", soft_penalty=False)
+    search = words.rows[0]["turns"][0]
+    assert search["advantage"] == search["advantage_raw"]
+    assert "querygroup: searches are compared with each other" in words.group
+    assert "Switched off: advantage.soft_penalty." in words.group
+
+
 def test_answer_turn_shows_the_rebalancing(explain):
     words = explain()
     last = [row["turns"][-1] for row in words.rows]

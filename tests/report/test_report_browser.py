@@ -59,6 +59,25 @@ def test_every_figure_is_drawn(opened):
     assert min(opened.locator("figure .drawing").evaluate_all(count)) >= 1
 
 
+def test_colours_come_from_the_theme(opened):
+    def colours():
+        """Of the page, and of the lines of a figure."""
+        return opened.evaluate(
+            """() => {
+              const paths = [...document.querySelectorAll('#reward .drawing path')];
+              const page = getComputedStyle(document.body).backgroundColor;
+              return [page, ...paths.map((one) => getComputedStyle(one).stroke)];
+            }"""
+        )
+
+    opened.emulate_media(color_scheme="light")
+    light = colours()
+    opened.emulate_media(color_scheme="dark")
+    dark = colours()
+    assert light[0] != dark[0]
+    assert "rgb(0, 96, 174)" in light and "rgb(108, 178, 255)" in dark
+
+
 def test_pointer_reads_values(opened):
     drawing = opened.locator("#reward .drawing svg")
     drawing.scroll_into_view_if_needed()
@@ -73,6 +92,16 @@ def test_pointer_reads_values(opened):
     opened.mouse.move(5, 5)
     assert opened.locator("#reward output").inner_text() == ""
     assert opened.locator("#reward .cursor").count() == 0
+
+
+def test_touch_reads_values_that_stay(browser, report):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True)
+    touched = context.new_page()
+    touched.goto(report.as_uri())
+    for key in ("reward", "f1"):
+        touched.locator(f"#{key} .drawing svg").tap()
+        assert touched.locator(f"#{key} output").inner_text().startswith("step ")
+    context.close()
 
 
 def test_keyboard_reads_values(opened):
@@ -126,3 +155,31 @@ def test_nothing_is_wider_than_the_screen(opened):
     for width in (320, 390, 1280):
         opened.set_viewport_size({"width": width, "height": 844})
         assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_every_link_of_the_contents_leads_somewhere(opened):
+    links = opened.locator("nav a")
+    assert links.count() >= 6
+    for index in range(links.count()):
+        links.nth(index).click()
+        target = opened.url.partition("#")[2]
+        assert opened.locator(f"#{target}").is_visible()
+
+
+def test_names_of_curves_stay_within_their_drawing(opened):
+    beyond = opened.locator("figure .drawing svg").evaluate_all(
+        """all => all.flatMap((svg) => {
+          const right = svg.getBoundingClientRect().right + 1;
+          return [...svg.querySelectorAll('text')].filter((one) => one.getBoundingClientRect().right > right)
+            .map((one) => svg.closest('figure').id + ': ' + one.textContent);
+        })"""
+    )
+    assert beyond == []
+
+
+def test_tables_of_runs_settings_and_numbers(opened):
+    assert opened.locator("#runs tbody tr").count() == 3
+    differing = opened.locator("#settings tr.different th").all_text_contents()
+    assert "≠ advantage.name" in differing
+    opened.locator("#reward summary").click()
+    assert opened.locator("#reward details tbody tr").count() == 2

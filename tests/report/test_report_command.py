@@ -128,6 +128,51 @@ def test_page_says_what_the_runs_are(of_two_configs):
     assert "Strong lines are means of 10 steps" in text
 
 
+def page_of(tmp_path, folders, *arguments):
+    """The text of the page of these runs."""
+    output = tmp_path / "page.html"
+    assert report(*folders, "--output", output, *arguments) == 0
+    return output.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_trends_are_explained_where_there_are_any(tmp_path, steps):
+    folder = make_run(tmp_path / "run", {"reward/mean": [0.25, 0.5] * 15})
+    text = page_of(tmp_path, [folder], "--smooth", steps)
+    assert ("Strong lines" in text) == (steps > 1)
+    assert ("Strong lines are means of 3 steps" in text) == (steps == 3)
+
+
+def test_steps_of_each_run_are_in_the_table(tmp_path):
+    lengths = {"early": 3, "finished": 5, "unknown": 4}
+    folders = []
+    for name, steps in lengths.items():
+        folder = tmp_path / name
+        config = None if name == "unknown" else quickstart_config(folder, "learner.steps=5")
+        folders.append(make_run(folder, {"reward/mean": [float(step) for step in range(steps)]}, config))
+    text = page_of(tmp_path, folders)
+    assert re.findall(r"<td>(\d+(?: of \d+)?)</td><td class", text) == ["3 of 5", "5 of 5", "4"]
+
+
+def test_metrics_that_an_evaluation_lacks_are_dashes(tmp_path):
+    folders = []
+    for name, metric in (("a", "f1"), ("b", "em")):
+        folder = make_run(tmp_path / name, {"reward/mean": [0.25, 0.5]})
+        evaluation = {"scores": {"0": {"all": {metric: 0.5}}}, "intervals": {}}
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+        folders.append(folder)
+    text = page_of(tmp_path, folders)
+    for run, f1, em in (("a", "0.500", "-"), ("b", "-", "0.500")):
+        cells = f'<td class="number">{f1}</td><td class="number">{em}</td></tr>'
+        assert f"<td>{run}</td><td>evaluation</td><td>-</td>{cells}" in text
+
+
+def test_long_phases_are_announced(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", {"reward/mean": [0.25, 0.5]})
+    assert report(folder) == 0
+    assert capsys.readouterr().err == "reading the kept trajectories\ndrawing the figures\n"
+
+
 @pytest.mark.timeout(120)
 def test_many_long_runs_make_small_figures(tmp_path):
     """A page of 25 of them stays below 5 MB."""
@@ -144,15 +189,26 @@ def test_many_long_runs_make_small_figures(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("{}/absent", "{}/absent: not a run folder"),
+        (
+            "{}/absent",
+            "{}/absent: not a run folder, it has no metrics.jsonl; give the run.dir of a run",
+        ),
+        ("{}/empty", "{}/empty: no metrics yet; try again when the first step has ended"),
         ("{}/run --smooth 0", "argument --smooth: 0: give 1 or more"),
         ("{}/run", "matplotlib is not installed; pip install 'calibadv-jax[report]'"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments, words):
     make_run(tmp_path / "run", learning_curve(2, 0))
+    make_run(tmp_path / "empty", {}, quickstart_config(tmp_path))
     if "matplotlib" in words:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert report(*arguments.replace("{}", str(tmp_path)).split()) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {words.replace('{}', str(tmp_path))}") and error.count("\n") == 1
+
+
+def test_missing_run_is_one_line(capsys):
+    assert report() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1

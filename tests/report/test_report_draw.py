@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from calibadv_jax.contrib.report.curves import over_seeds
-from calibadv_jax.contrib.report.draw import COLOURS, DASHES, WIDTH, draw, place, themed_svg
+from calibadv_jax.contrib.report.draw import COLOURS, DASHES, UNIT, WIDTH, draw, place, themed_svg
 from calibadv_jax.contrib.report.figures import Figure
 from calibadv_jax.contrib.report.gather import Chart, Panel
 from calibadv_jax.contrib.report.runs import LONGEST_NAME, MAX_SERIES
@@ -58,6 +58,38 @@ def test_axis_starts_at_zero_unless_values_are_negative():
         assert axes_of({"": values}).get_ylim()[1] > 0
 
 
+def test_numbers_of_an_axis_differ():
+    axes = axes_of({"": [1.0, 1.000001]}, from_zero=False)
+    axes.figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    numbers = [label.get_text() for label in axes.get_yticklabels()]
+    assert high - low > 0.99e-4
+    assert len(set(numbers)) == len(numbers) >= 3
+
+
+def test_rare_spike_is_cut_only_where_the_figure_asks_for_it():
+    values = [40.0] + [2.0] * 59
+    assert axes_of({"": values}).get_ylim()[1] > 40
+    assert axes_of({"": values}, cuts_spikes=True).get_ylim()[1] == 4
+
+
+def test_places_are_where_the_axes_are():
+    figure = draw(chart_of({"a": [1.0, 2.0]}, {"b": [2.0, 1.0]}, by_series=False), ["x", "y"])
+    figure.draw_without_rendering()
+    height = figure.get_figheight() * UNIT
+    for axes in figure.axes:
+        box = axes.get_window_extent()  # from the lower left corner; a pixel is a unit
+        expected = {
+            "left": box.x0,
+            "right": box.x1,
+            "top": height - box.y1,
+            "bottom": height - box.y0,
+            "first": 1,
+            "last": 2,
+        }
+        assert place(figure, axes) == pytest.approx(expected, abs=0.06)
+
+
 def test_panels_share_their_axes():
     figure = draw(chart_of({"a": [1.0] * 5}, {"a": [3.0] * 9}, by_series=False), ["x", "y"])
     assert {axes.get_ylim() for axes in figure.axes} == {figure.axes[0].get_ylim()}
@@ -85,3 +117,14 @@ def test_svg_is_themed_and_refers_to_itself_only():
     assert {"series-0", "series-1", "ink", "muted"} <= {*re.findall(r"var\(--([a-z0-9-]+)\)", text)}
     assert (root.get("role"), root.get("aria-label")) == ("img", "what it shows <&>")
     assert root.get("viewBox") == f"0 0 {WIDTH} 244"
+
+
+def test_svg_holds_drawings_and_text_only():
+    text = themed_svg(draw(chart_of({"a": [1.0, 2.0], "b": [3.0, 3.0]}, by_series=False), ["x"]), "key", "")
+    elements = {element.tag.partition("}")[2] for element in ET.fromstring(text).iter()}
+    assert elements <= {"svg", "defs", "style", "g", "path", "use", "text", "clipPath", "rect"}
+
+
+def test_ids_of_an_svg_are_the_same_each_time():
+    chart = chart_of({"a": [1.0, 2.0]})
+    assert themed_svg(draw(chart, ["x"]), "key", "") == themed_svg(draw(chart, ["x"]), "key", "")

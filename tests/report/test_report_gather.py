@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -68,6 +69,40 @@ def test_with_more_configs_than_lines_configs_share_panel(tmp_path):
     assert chart.is_by_series
 
 
+def test_seed_that_stopped_early_leaves_the_others(tmp_path):
+    folders = [
+        make_run(tmp_path / str(steps), {"reward/mean": [float(steps)] * steps}, quickstart_config(tmp_path))
+        for steps in (2, 4)
+    ]
+    (panel,) = charts_in(*folders)["reward"].panels
+    assert [curve.mean.tolist() for curve in panel.curves] == [[3, 3, 4, 4]]
+
+
+def test_metric_without_a_finite_value_has_no_figure(tmp_path):
+    folder = make_run(tmp_path, {"reward/mean": [0.5, 0.25, 0.5], "reward/f1": [None] * 3})
+    charts = charts_in(folder)
+    assert "reward" in charts and "f1" not in charts
+
+
+def test_long_runs_have_fewer_points_than_steps(tmp_path):
+    folder = make_run(tmp_path, learning_curve(2000, 0))
+    charts = charts_in(folder)
+    assert len(charts["reward"].curves[0].steps) == 334  # a point for 6 steps
+    assert all(len(curve.steps) <= 360 for chart in charts.values() for curve in chart.curves)
+
+
+def test_default_trend_is_over_ten_steps_of_a_long_run(tmp_path):
+    """The points of a short run have marks, and are not smoothed."""
+    for steps, is_smoothed in ((25, False), (26, True)):
+        values = [float(step % 2) for step in range(steps)]
+        folder = make_run(tmp_path / str(steps), {"reward/mean": values})
+        gathered = Gathered(group_runs(read_runs([folder])))
+        assert gathered.smooth == 10
+        (curve,) = charts_of(gathered)["reward"].curves
+        assert curve.mean.tolist() == values
+        assert curve.trend.tolist() == (moving_mean(curve.mean, 10).tolist() if is_smoothed else values)
+
+
 def test_null_values_are_gaps_and_are_counted(tmp_path):
     metrics = {"reward/mean": [0.5, None, 0.25], "actor/grad_norm": [1.0, None, 2.0]}
     charts = charts_in(make_run(tmp_path, metrics))
@@ -110,6 +145,13 @@ def test_cold_start_has_its_own_figures(tmp_path):
     assert set(charts_of(gathered)) == {"sft_loss", "sft_rate", "phases"}
 
 
+def test_figure_with_one_line_names_it_in_its_title(tmp_path):
+    values = {"sft/loss": [3.0, 2.0, 1.0], "timing_s/step": [2.0, 1.0, 1.0]}
+    chart = charts_in(make_run(tmp_path / "sft", values))["phases"]
+    assert chart.figure.title == "Time by phase: whole step"
+    assert [curve.name for curve in chart.curves] == [""]
+
+
 def test_mean_of_last_skips_what_is_not_finite():
     values = dict.fromkeys(range(5, 13), 1.5)
     assert mean_of_last({3: 1.0, 1: 100.0, 2: None, 4: 2.0} | values) == 1.5
@@ -138,6 +180,18 @@ def test_band_is_that_of_a_loop(seed):
     assert curve.has_band == any(
         len({run[step] for run in runs if run.get(step) is not None}) > 1 for step in range(30)
     )
+
+
+def test_runs_that_agree_have_no_band():
+    assert not over_seeds("x", [{1: 0.5, 2: None}]).has_band
+    assert not over_seeds("x", [{1: 0.5}, {1: 0.5}]).has_band
+    assert over_seeds("x", [{1: 0.5}, {1: 0.75}]).has_band
+
+
+def test_trend_is_smoothed_and_mean_is_not():
+    curve = over_seeds("x", [{1: 0.0, 2: 3.0, 3: 0.0}], smooth=3)
+    assert curve.mean.tolist() == [0, 3, 0]
+    assert curve.trend.tolist() == [1.5, 1, 1.5]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 50])
@@ -169,6 +223,18 @@ def test_thinning_is_that_of_a_loop(seed):
             assert getattr(thinned, name)[index] == pytest.approx(expected, nan_ok=True)
 
 
+def test_no_spike_is_lost_by_thinning():
+    values = dict.fromkeys(range(1, 1001), 0.0) | {617: 9.0}
+    assert thin(over_seeds("x", [values]), 60).high.max() == 9
+
+
+def test_thinning_leaves_short_curves_as_they_are():
+    curve = over_seeds("x", [{1: 0.5, 2: 0.25}])
+    thinned = thin(curve, 2)
+    for name in ("steps", "mean", "low", "high", "trend"):
+        assert getattr(thinned, name).tolist() == getattr(curve, name).tolist()
+
+
 def row(source, f1, **more):
     return {"data_source": source, "metrics": {"f1": f1, "em": 0.0}, **more}
 
@@ -197,6 +263,16 @@ def test_advantages_are_split_by_the_kind_of_turn(tmp_path):
     values = values_of(tmp_path)
     expected = {"search before": -1.0, "search after": -0.625, "answer before": -1.0, "answer after": -2.0}
     assert {name: values[f"turn_advantage/{name}"][1] for name in expected} == expected
+
+
+def test_invalid_turns_have_no_advantage_of_their_own(tmp_path):
+    turns = [
+        {"kind": kind, "advantage_raw": 1.0, "advantage": 2.0} for kind in ("search", "invalid", "answer")
+    ]
+    keep_step(tmp_path, 1, [row("nq", 1.0, turns=turns)])
+    names = {name for name in values_of(tmp_path) if name.startswith("turn_advantage/")}
+    turns_and_times = itertools.product(("search", "answer"), ("before", "after"))
+    assert names == {f"turn_advantage/{turn} {time}" for turn, time in turns_and_times}
 
 
 def test_importance_weights_are_percentiles_over_all_tokens(tmp_path):

@@ -31,6 +31,18 @@ def test_rows_are_read_by_step(tmp_path):
     assert run.rollouts == {1: files[0], 4: files[1]}
 
 
+def test_config_of_the_newest_start_counts(tmp_path):
+    make_run(tmp_path, {"a": [1.0]}, quickstart_config(tmp_path, "learner.steps=5"))
+    first = (tmp_path / "configs/0.yaml").read_text()
+    for number, steps in ((2, 6), (10, 7)):
+        (tmp_path / f"configs/{number}.yaml").write_text(first.replace("steps: 5", f"steps: {steps}"))
+        (tmp_path / f"configs/{number}.json").write_text(json.dumps(HASHES))
+    (tmp_path / "configs/notes.yaml").write_text("learner: {steps: 99}")
+    (run,) = read_runs([tmp_path])
+    assert (run.setting("learner.steps"), run.num_starts) == (7, 3)
+    assert run.setting("learner.nothing") is None and run.setting("no.such.section") is None
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -94,11 +106,22 @@ def test_seeds_are_one_series(tmp_path):
         ([[], ["learner.optimizer.lr=0.5"]], ["lr 0.001", "lr 0.5"]),
         ([[], ["policy.path=/models/other"]], ["path ${run.dir}/sft", "path /models/other"]),
         ([[], ["reward.answer=em"]], ["answer f1", "answer em"]),
+        ([[], ["rollout.group_size=4"]], ["group_size 5", "group_size 4"]),
+        (
+            [["advantage.target_ratio=1"], ["advantage.target_ratio=2"]],
+            ["target_ratio 1.0", "target_ratio 2.0"],
+        ),
+        ([["run.seed=4"], ["run.seed=4"]], ["2 runs"]),
     ],
     ids=str,
 )
 def test_series_are_named_by_what_differs(tmp_path, settings, names):
     assert [each.name for each in group_runs(runs_of(tmp_path, *settings))] == names
+
+
+def test_series_hold_their_runs_in_the_order_of_the_first(tmp_path):
+    runs = runs_of(tmp_path, [GRPO], [], [GRPO, "run.seed=1"])
+    assert [series.runs for series in group_runs(runs)] == [(runs[0], runs[2]), (runs[1],)]
 
 
 @pytest.mark.parametrize(
@@ -169,3 +192,29 @@ def test_evaluation_output_is_read_once(tmp_path, monkeypatch):
             rows = read_evaluations(folder, output)
             assert [row.title for row in rows if row.questions.endswith("all")] == [name.partition(".")[0]]
         (tmp_path / "run" / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "scores.json"])
+@pytest.mark.parametrize("folder", ["run", "link"])
+def test_absolute_evaluation_output_is_read_once(tmp_path, monkeypatch, name, folder):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    Path("link").symlink_to("run")
+    write(tmp_path / "run", name, EVALUATION)
+    for place in (Path(folder), tmp_path / folder):
+        rows = read_evaluations(place, str(tmp_path / "run" / name))
+        assert [row.questions for row in rows] == ["temperature 0, all", "temperature 0, nq"]
+
+
+def test_evaluation_output_outside_the_run_is_read(tmp_path):
+    (tmp_path / "run").mkdir()
+    write(tmp_path, "scores.json", EVALUATION)
+    rows = read_evaluations(tmp_path / "run", str(tmp_path / "scores.json"))
+    assert [row.title for row in rows] == ["scores", "scores"]
+
+
+def test_only_counts_are_whole_numbers(tmp_path):
+    means = {"trajectories": 300.0, "searches": 2.0}
+    write(tmp_path, "evaluation.json", {"scores": {"0": {"all": means}}, "intervals": {}})
+    (row,) = read_evaluations(tmp_path, None)
+    assert row.cells == {"trajectories": "300", "searches": "2.000"}

@@ -222,3 +222,11 @@ def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, pr
     assert byte_tokenizer.decode(learned.tokens) == byte_tokenizer.decode(whole)
     sampled = [len(encode(byte_tokenizer, text)) for text in texts]
     assert int(np.sum(learned.mask)) == sum(sampled)
+
+
+def test_output_must_be_named(tmp_path, capsys):
+    write(tmp_path / "run", 1, [trajectory("q", "Ann")])
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["select-rollouts", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and "required: --output" in error

@@ -39,9 +39,8 @@ def paths(value, path=""):
     return {path}.union(*(paths(child, f"{path}/{name}") for name, child in items))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("document", [item for _, item in DOCUMENTS], ids=IDS)
-def test_manifest_is_valid(document, version):
+def check(document, version):
+    """Check a manifest by the schemas of a version of Kubernetes."""
     if document["kind"] != "JobSet":
         validator.validate(document, version, strict=True)
         return
@@ -50,6 +49,36 @@ def test_manifest_is_valid(document, version):
     for item in document["spec"]["replicatedJobs"]:
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": item["name"]}}
         validator.validate(job | {"spec": item["template"]["spec"]}, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("document", [item for _, item in DOCUMENTS], ids=IDS)
+def test_manifest_is_valid(document, version):
+    check(document, version)
+
+
+BY_KIND = {item["kind"]: item for _, item in DOCUMENTS}
+
+
+def test_unknown_field_of_kubernetes_is_found():
+    policy = BY_KIND["NetworkPolicy"]
+    with pytest.raises(validator.ValidationError):
+        check(policy | {"spec": policy["spec"] | {"ingres": []}}, VERSIONS[-1])
+
+
+def test_unknown_field_of_a_jobset_is_found():
+    jobset = BY_KIND["JobSet"]
+    with pytest.raises(AssertionError):
+        check(jobset | {"spec": jobset["spec"] | {"failurePolicies": {}}}, VERSIONS[-1])
+
+
+def test_wrong_value_in_a_job_of_a_jobset_is_found():
+    jobset = BY_KIND["JobSet"]
+    (trainer,) = jobset["spec"]["replicatedJobs"]
+    job = trainer["template"]["spec"] | {"completions": "two"}
+    wrong = {"replicatedJobs": [trainer | {"template": {"spec": job}}]}
+    with pytest.raises((validator.ValidationError, ValueError)):
+        check(jobset | {"spec": jobset["spec"] | wrong}, VERSIONS[-1])
 
 
 def find(kind, name):

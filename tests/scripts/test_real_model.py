@@ -116,3 +116,21 @@ def test_qwen_tokenizer_equals_that_of_transformers():
     assert ours.tokenize("a<tool_call>b<|im_end|>") == ["a", "<tool_call>", "b", "<|im_end|>"]
     assert ours.decode(ours.encode("<tool_call>a<|im_end|>"), skip_special_tokens=True) == "<tool_call>a"
     assert "[PAD7]" not in ours.get_vocab()
+
+
+def test_digits_of_smollm_are_tokens_of_their_own():
+    """Control tokens are special, and the chat template is kept."""
+    letters = sorted(set("abcdefghijklmnopqrstuvwxyz0123456789Ġ<>|_"))
+    tokens = ["<|end|>", *letters, "12", "Ġa"]
+    metadata = {
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1),
+        "tokenizer.ggml.merges": ["1 2", "Ġ a"],
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        **{f"tokenizer.ggml.{name}_token_id": 0 for name in ("bos", "eos", "unknown", "padding")},
+    }
+    tokenizer = real_model.make_tokenizer(metadata)
+    assert tokenizer.tokenize("b a12<|end|>") == ["b", "Ġa", "1", "2", "<|end|>"]
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.chat_template == metadata["tokenizer.chat_template"]

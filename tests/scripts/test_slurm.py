@@ -105,7 +105,12 @@ def test_bad_job_is_refused_before_the_start(cluster):
     environment, calls = cluster
     few = {"WORKER_NODES": "1", "WORKERS_PER_NODE": "1"}
     for nodes, more, arguments, message in (
-        ("n1,n2,n3", few, [], "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES"),
+        (
+            "n1,n2,n3",
+            few,
+            [],
+            "1 vLLM workers for 2 nodes of the trainer: set WORKER_NODES, sampler.workers or sampler.name",
+        ),
         ("n1,n2", {}, ["sampler.name=jax"], "no retriever for 2 nodes: set RETRIEVER"),
         ("n1", {"WORKER_NODES": "1"}, [], "WORKER_NODES=1 of 1 nodes leaves none for the trainer"),
         ("n1", {}, ["mesh.fspd=8"], "the config cannot be used"),

@@ -62,6 +62,17 @@ def test_missing_answers_and_documents_say_why(texts, retriever, line, end):
     assert line in output and ask.ending(trajectory).startswith(end)
 
 
+def test_search_beyond_the_last_one_allowed_is_no_answer():
+    output, trajectory, _ = talk(SEARCH, SEARCH)
+    assert ask.ending(trajectory).startswith("no answer: its last search had no turn or no room left")
+    assert output[-2:] == ["think   look for Ann", "search  who"]
+
+
+def test_invalid_turn_is_the_only_line():
+    output, *_ = talk("rambling")
+    assert output == ["invalid  rambling"]
+
+
 @pytest.fixture
 def answer(monkeypatch):
     """The printed lines about questions to a policy that is there, while its retriever is not."""

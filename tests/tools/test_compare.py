@@ -74,6 +74,25 @@ def test_table_and_the_numbers(pair, call):
     assert back["difference"] == -0.25 and back["p_value"] == result["all"]["p_value"]
 
 
+SCORES = {"f1": 0.5, "em": 0.0, "cover_em": 1.0, "format": 1.0, "answered": 1.0, "searches": 2, "tokens": 30}
+
+
+def test_metrics_are_chosen(evaluate, call):
+    first, second = evaluate("A", IDS, scores=SCORES), evaluate("B", IDS, scores=SCORES)
+    status, out, *_ = call(first, second, "--metrics", "tokens", "--confidence", "0.9")
+    assert status == 0 and "90% interval" in out
+    assert {line.split()[1] for line in out.splitlines()[4:]} == {"tokens"}
+    status, _, error, _ = call(first, second, "--metrics", "pass@2", "searches")
+    assert status == 2
+    assert "no metric 'pass@2'; it has f1, em, cover_em, format, answered, searches, tokens" in error
+
+
+def test_path_of_one_evaluation_may_hold_a_comma(pair, evaluate, call):
+    rows = evaluate("grpo,seed-0/C", IDS[4:])
+    for path in (rows, rows.with_suffix(".json"), f"{rows},{pair[1]}"):
+        assert call(pair[0], path)[0] == 0
+
+
 def test_full_disk_is_refused(pair, small_disk, capsys):
     output = small_disk / "c.json"
     command = ["compare", *map(str, pair), "--output", str(output)]

@@ -26,6 +26,7 @@ SMALL_PANEL_HEIGHT = 155  # height of a panel in a chart with several panels, in
 MARGIN = 54  # height of title and labels of a chart, in units
 SMALL_TEXT = 11.5  # size of labels, in units
 LINE_WIDTH = 1.8  # in units
+LEAST_SPAN = 1e-4  # of an axis, as a share of its middle: the numbers of a narrower one would all be the same
 
 # Series are told apart by name, by dash pattern and by colour. People who confuse red and green can tell the
 # colours apart too.
@@ -178,6 +179,10 @@ def _set_limits(axes: Axes, chart: Chart) -> None:
     if chart.figure.cuts_spikes:
         values = np.concatenate([curve.high for curve in chart.curves])
         high = min(high, 2 * float(np.nanpercentile(values, 95)))
+    middle = (low + high) / 2
+    half_span = abs(middle) * LEAST_SPAN / 2
+    low = min(low, middle - half_span)
+    high = max(high, middle + half_span)
     axes.set_ylim(low, high if high > low else low + 1)
 
 
