@@ -167,7 +167,10 @@ def test_turn_that_is_spared_altogether_does_not_look_untrained(served, page, to
     last = [answer_turn(tokenizer, "so", "bob")]
     failed = Trajectory(group.question, first.prompt_ids, last, 2, error="retriever: gone")
     write_run(
-        tmp_path / "run", [[Group.of(group.question, [*group.trajectories, failed])]], Config(), tokenizer
+        tmp_path / "run",
+        [[Group.from_attempts(group.question, [*group.trajectories, failed])]],
+        Config(),
+        tokenizer,
     )
     with served(tmp_path / "run") as address:
         open_group(page, address, 1, 0)
