@@ -35,7 +35,7 @@ COMMON = (
     "sampler.name",
     "sampler.worker_args",
     "retriever.url",
-    "retriever.rerank_topk",
+    "retriever.topk",
     "reward.answer",
     "advantage.name",
     "loss.name",

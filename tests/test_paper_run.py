@@ -151,7 +151,7 @@ def test_papers_config_trains_and_evaluates_with_a_reranker(shared, tmp_path):
     arguments = ["--config", str(PAPER), *SMALL, f"run.dir={tmp_path}/run", f"policy.path={tmp_path}/policy"]
     arguments += [f"data.train={tmp_path}/train.parquet", f"data.eval={{{evaluated}}}"]
     places = {"corpus": str(tmp_path / "corpus.jsonl"), "index": str(tmp_path / "index")}
-    service = RetrieverConfig(**places, reranker=str(cross), retrieval_topk=20, rerank_topk=3)
+    service = RetrieverConfig(**places, reranker=str(cross), rerank_candidates=20, topk=3)
     with RetrieverProcess(service, tmp_path / "retriever.log") as process:
         arguments.append(f"retriever.url={process.url}")
         run("train", *arguments)

@@ -189,6 +189,23 @@ def rename_old_keys(values: dict[str, Any]) -> None:
         if old_name in section:
             new_name = _last_part(new)
             section[new_name] = section.pop(old_name)
+    _rename_depths_of_reranking(values.get("retriever"))
+
+
+def _rename_depths_of_reranking(retriever: Any) -> None:
+    """Give the two depths of a reranked search their present names, which depend on whether it was on.
+
+    Earlier versions had `topk` without a reranker, and `retrieval_topk` and `rerank_topk` with one.
+    """
+    if not isinstance(retriever, dict) or "rerank_topk" not in retriever:
+        return
+    candidates = retriever.pop("retrieval_topk", 0)
+    kept = retriever.pop("rerank_topk")
+    if kept:
+        retriever["topk"] = kept
+        retriever["rerank_candidates"] = candidates
+    else:
+        retriever["rerank_candidates"] = kept
 
 
 def _find_section(values: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:

@@ -175,21 +175,22 @@ class RetrieverClient:
         """
         config = self.config
         reranker = state.get("reranker")  # None: not named; "": none
-        if not config.rerank_topk:
-            if reranker and config.rerank_topk is None:
+        if not config.rerank_candidates:
+            if reranker and config.rerank_candidates is None:
                 raise UserError(
                     f"retriever {self.url}: its reranker {reranker} would be without effect; ask for it with"
-                    " retriever.retrieval_topk=20 retriever.rerank_topk=3, or set retriever.rerank_topk=0"
+                    " retriever.rerank_candidates=20, or set retriever.rerank_candidates=0"
                 )
             return f"not reranked: the best {config.topk} documents"
         if reranker == "":
             raise UserError(
-                f"retriever {self.url}: has no reranker, but retriever.rerank_topk is {config.rerank_topk};"
-                " start it with --reranker_model, or set retriever.retrieval_topk=0 retriever.rerank_topk=0"
+                f"retriever {self.url}: has no reranker, but retriever.rerank_candidates is"
+                f" {config.rerank_candidates}; start it with --reranker_model, or set"
+                " retriever.rerank_candidates=0"
             )
         if reranker is None:
             reranker = "a service that does not name its reranker"
-        return f"{config.retrieval_topk} documents reranked to {config.rerank_topk} by {reranker}"
+        return f"{config.rerank_candidates} documents reranked to {config.topk} by {reranker}"
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""
@@ -202,13 +203,13 @@ class RetrieverClient:
     async def _request(self, replicas: Replicas, queries: list[str]) -> list[QueryResult]:
         """Send one request to one of the services, and return its documents."""
         config = self.config
-        is_reranked = bool(config.rerank_topk)
+        is_reranked = bool(config.rerank_candidates)
         # The names of the depths tell the service which contract the request follows.
         depths: dict[str, Any]
         if is_reranked:
             depths = {
-                "topk_retrieval": config.retrieval_topk,
-                "topk_rerank": config.rerank_topk,
+                "topk_retrieval": config.rerank_candidates,
+                "topk_rerank": config.topk,
                 "not_sort": False,
             }
         else:
@@ -315,11 +316,11 @@ class RetrieverClient:
         if not isinstance(result, QueryRefused):
             return
         config = self.config
-        if config.rerank_topk:
+        if config.rerank_candidates:
             raise UserError(
                 f"{result}; it refuses every query: is it a service with a reranker and the CalibAdv authors'"
-                f" POST /retrieve, and does it take retriever.retrieval_topk={config.retrieval_topk} and"
-                f" rerank_topk={config.rerank_topk}?"
+                f" POST /retrieve, and does it take"
+                f" retriever.rerank_candidates={config.rerank_candidates} and retriever.topk={config.topk}?"
             )
         raise UserError(
             f"{result}; it refuses every query: is it a service with Search-R1's POST /retrieve, and does it"

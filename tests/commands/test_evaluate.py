@@ -453,7 +453,7 @@ def test_baselines_without_search_need_no_service(run, method):
     report, sampler = run(evaluate={"method": method})  # a search stays unanswered
     assert len(sampler.asked) == 8 and run.shelf.queries == []
     assert (report.means["0"]["all"]["em"], report.means["0"]["all"]["answered"]) == (0, 0)
-    reranked = {"corpus": "c", "reranker": "m", "retrieval_topk": 6, "rerank_topk": 2}
+    reranked = {"corpus": "c", "reranker": "m", "rerank_candidates": 6, "topk": 2}
     for retriever in ({}, reranked, {"corpus": "c", "encoder": "dense", "model": "m"}):
         config = run.config(evaluate={"method": method}, retriever=retriever)
         assert method_config(config).retriever.url == NO_RETRIEVER

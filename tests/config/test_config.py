@@ -72,7 +72,7 @@ ON_COMMAND_LINE = [
     ("lr=1", OPTIMIZERS.format(".lr")),
     ("+learner.steps=1", "unknown key '+learner'; did you mean 'learner'?"),
     # of other trainers: the end of the name is enough
-    ("reranker.select_num=3", "did you mean 'retriever.rerank_topk'?"),
+    ("reranker.select_num=3", "did you mean 'retriever.topk'?"),
     ("max_completion_length=1", "did you mean 'rollout.max_turn_length'? (it limits one turn"),
     ("actor_rollout_ref.rollout.agent.num_workers=1", "; every key is in docs/configuration.md"),
     ("optim.lr=1", "did you mean 'learner.optimizer.lr' or 'critic.optimizer.lr'?"),
@@ -188,6 +188,29 @@ def test_renamed_key_is_read_from_a_run_and_named_in_a_users_file(write, tmp_pat
     assert config.guards.patience_steps == 5
     start = newest_start(tmp_path / "run")
     assert start is not None and start.config["learner"]["pack_length"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("old", "topk", "candidates"),
+    [
+        ("{topk: 5, retrieval_topk: 0, rerank_topk: null}", 5, None),
+        ("{topk: 5, retrieval_topk: 0, rerank_topk: 0}", 5, 0),
+        ("{topk: 5, retrieval_topk: 20, rerank_topk: 4}", 4, 20),
+    ],
+)
+def test_depths_of_reranking_are_read_from_a_run(tmp_path, old, topk, candidates):
+    kept = tmp_path / "configs"
+    kept.mkdir()
+    (kept / "0.yaml").write_text(f"retriever: {old}\n")
+    (kept / "0.json").write_text("{}")
+    retriever = load_config(kept / "0.yaml").retriever
+    assert (retriever.topk, retriever.rerank_candidates) == (topk, candidates)
+
+
+def test_earlier_depths_of_reranking_are_refused_with_a_hint(write):
+    for old, new in (("retrieval_topk", "rerank_candidates"), ("rerank_topk", "topk")):
+        message = refusal(write(f"retriever: {{{old}: 3}}"))
+        assert f"unknown key 'retriever.{old}'; did you mean 'retriever.{new}'?" in message
 
 
 def test_every_renamed_key_has_a_hint():

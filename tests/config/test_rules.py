@@ -94,8 +94,8 @@ EXPECTED = {
         "reward.judge.max_concurrency",
     ),
     Mark.LEARNED: (
-        "sampler.name", "retriever.encoder", "retriever.topk", "retriever.retrieval_topk",
-        "retriever.rerank_topk", "retriever.reranker", "retriever.page_address", "retriever.model",
+        "sampler.name", "retriever.encoder", "retriever.topk",
+        "retriever.rerank_candidates", "retriever.reranker", "retriever.page_address", "retriever.model",
     ),
     Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),

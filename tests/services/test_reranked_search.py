@@ -28,7 +28,7 @@ need("sentence_transformers")
 pytestmark = pytest.mark.medium
 
 NAMES = [f"{first} {last}" for first in ("ada", "bo", "cy", "di") for last in ("almson", "berkson", "dorn")]
-RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
+RERANKED = {"rerank_candidates": 6, "topk": 2}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +90,9 @@ def test_searches_refuse_a_reranker_without_effect(service, tmp_path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"retrieval_topk": 20}, "to rerank, set both"),
-        ({"rerank_topk": 3}, "to rerank, set both"),
-        ({"retrieval_topk": 2, "rerank_topk": 3}, "raise the second or lower the first"),
+        ({"rerank_candidates": 2, "topk": 3}, "raise the first .* or lower the second"),
         ({"reranker": "model", "corpus": "c"}, "'model' would be without effect"),
-        ({"reranker": "model", "rerank_topk": 0}, "'model' would be without effect"),
+        ({"reranker": "model", "rerank_candidates": 0}, "'model' would be without effect"),
         ({"reranker": "model", "url": "http://a", **RERANKED}, "start that service with --reranker_model"),
         ({"corpus": "c", **RERANKED}, "has no reranker: set reranker to a cross-encoder"),
         ({"model": "m", "encoder": "dense", "url": "http://a"}, "start that service with --retriever_model"),
@@ -112,9 +110,13 @@ def test_reranker_that_is_asked_for_and_absent_is_named(child, tmp_path):
     bare = RetrieverConfig(corpus=child.corpus, index=child.index)
     with RetrieverProcess(bare, tmp_path / "log.txt") as process:
         config = RetrieverConfig(url=process.url, **RERANKED)
-        with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
+        with pytest.raises(
+            UserError, match="has no reranker, but retriever.rerank_candidates is 6; start it with"
+        ):
             check_running(config, print)
-        with pytest.raises(UserError, match="no reranker is loaded.*retrieval_topk=6 and rerank_topk=2"):
+        with pytest.raises(
+            UserError, match="no reranker is loaded.*rerank_candidates=6 and retriever.topk=2"
+        ):
             search(process.url, ["ada"], timeout=10.0, **RERANKED)
 
 
@@ -125,7 +127,7 @@ def test_running_service_takes_the_config_of_its_child(child, service):
 
 @pytest.mark.parametrize(
     "config",
-    [{"rerank_topk": 0}, RERANKED],
+    [{"rerank_candidates": 0}, RERANKED],
     ids=["not reranked", "reranked"],
 )
 def test_config_that_fits_the_reranker_is_accepted(service, config):
@@ -140,4 +142,4 @@ def test_doctor_says_who_reranks(child, service, tmp_path):
         return check_retriever(Config(data=data, retriever=RetrieverConfig(url=service, **config)))[1]
 
     assert reranking_line(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
-    assert reranking_line(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"
+    assert reranking_line(rerank_candidates=0, topk=4) == "not reranked: the best 4 documents"

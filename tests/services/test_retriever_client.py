@@ -18,7 +18,7 @@ from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
 
 pytest.importorskip("aiohttp")
-RERANKED = {"retrieval_topk": 6, "rerank_topk": 2}
+RERANKED = {"rerank_candidates": 6, "topk": 2}
 
 
 def good(body):
@@ -167,7 +167,7 @@ NO_QUERY = {"detail": "field required: query"}
     ("status", "content", "config", "words"),
     [
         (422, NO_QUERY, {}, "field required.*it refuses every query.*retriever.topk=3"),
-        (422, NO_QUERY, RERANKED, "it refuses every query.*retrieval_topk=6 and rerank_topk=2"),
+        (422, NO_QUERY, RERANKED, "it refuses every query.*rerank_candidates=6 and retriever.topk=2"),
         (401, b"", {}, "asks for a token; set the environment variable RETRIEVER_TOKEN"),
         (403, b"no", {}, "status 403: .*set retriever.url"),
         (404, b"no", {}, "status 404: .*set retriever.url"),
@@ -232,11 +232,15 @@ def test_query_that_breaks_a_service_fails_alone(server, count):
     [
         ({}, {}, "not reranked: the best 3 documents"),
         ({}, {"reranker": ""}, "not reranked: the best 3 documents"),
-        ({"rerank_topk": 0, "topk": 4}, {"reranker": "m"}, "not reranked: the best 4 documents"),
+        ({"rerank_candidates": 0, "topk": 4}, {"reranker": "m"}, "not reranked: the best 4 documents"),
         (RERANKED, {"reranker": "m"}, "6 documents reranked to 2 by m"),
         (RERANKED, {}, "6 documents reranked to 2 by a service that does not name its reranker"),
         ({}, {"reranker": "m"}, "error: .*its reranker m would be without effect; ask for it with"),
-        (RERANKED, {"reranker": ""}, "error: .*has no reranker, but retriever.rerank_topk is 2; start it"),
+        (
+            RERANKED,
+            {"reranker": ""},
+            "error: .*has no reranker, but retriever.rerank_candidates is 6; start it",
+        ),
     ],
     ids=str,
 )

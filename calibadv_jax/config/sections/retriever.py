@@ -43,12 +43,11 @@ class RetrieverConfig(Section):
     """Model of the child service's encoder: folder or hub name; empty: the model of the index or, for a new
     index, the encoder's usual model."""
     topk: Annotated[PositiveInt, Mark.LEARNED] = 3
-    """Documents per query, if nothing is reranked."""
-    retrieval_topk: Annotated[NonNegativeInt, Mark.LEARNED] = 0
-    """Documents per query that are looked up for the reranker (the paper: 20); 0: nothing is reranked."""
-    rerank_topk: Annotated[NonNegativeInt | None, Mark.LEARNED] = None
-    """Documents per query that the reranker keeps (the paper: 3). 0: nothing is reranked, even if the service
-    has a reranker; null: the same, but a service with a reranker is refused."""
+    """Documents per query that the policy is shown."""
+    rerank_candidates: Annotated[NonNegativeInt | None, Mark.LEARNED] = None
+    """Documents per query among which the service's reranker chooses the topk best (the paper: 20). 0:
+    nothing is reranked, even if the service has a reranker; null: the same, but a service with a reranker is
+    refused."""
     reranker: Annotated[str, Mark.LEARNED] = ""
     """Cross-encoder of the child service: folder or hub name. A running service has its own, or none."""
     timeout: Annotated[PositiveFloat, Mark.NO_ANSWER] = 30.0
@@ -96,22 +95,19 @@ class RetrieverConfig(Section):
                 )
 
     def _reranker_faults(self) -> Iterator[str]:
-        kept_documents = self.rerank_topk or 0
-        if bool(self.retrieval_topk) != bool(kept_documents):
+        candidates = self.rerank_candidates or 0
+        if 0 < candidates < self.topk:
             yield (
-                f"retrieval_topk is {self.retrieval_topk} and rerank_topk is {self.rerank_topk}: "
-                "to rerank, set both (the paper: 20 and 3); else leave both out"
+                f"rerank_candidates is {candidates}, below topk = {self.topk}: "
+                "raise the first (the paper: 20 candidates for 3 documents) or lower the second"
             )
-        if kept_documents > self.retrieval_topk:
+        if self.reranker and not candidates:
             yield (
-                f"rerank_topk is {kept_documents}, above retrieval_topk = {self.retrieval_topk}: "
-                "raise the second or lower the first"
+                f"reranker {self.reranker!r} would be without effect: set rerank_candidates, or leave it out"
             )
-        if self.reranker and not kept_documents:
-            yield f"reranker {self.reranker!r} would be without effect: set rerank_topk, or leave it out"
         starts_service = self.corpus and not self.url
-        if kept_documents and starts_service and not self.reranker:
+        if candidates and starts_service and not self.reranker:
             yield (
-                f"rerank_topk is {kept_documents}, but the service has no reranker: "
+                f"rerank_candidates is {candidates}, but the service has no reranker: "
                 "set reranker to a cross-encoder"
             )

@@ -54,7 +54,7 @@ def credential_faults(key: str, urls: str | list[str], token_variable: str = "")
 
 
 class Mark(Enum):
-    """Role of a key: what depends on its value. `keys.marked` lists the keys of a mark.
+    """Role of a key: what depends on its value. `keys.keys_with_mark` lists the keys of a mark.
 
     A mark at the field of a section holds for all keys of the section.
     """
