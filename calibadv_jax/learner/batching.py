@@ -29,7 +29,7 @@ WIDTHS = (
     Fraction(3, 8),
 )
 MIN_SAVING = 0.01  # Share of the cost that another width must save, since it takes a compilation.
-# Up to so many samples a microbatch is a large share of the cost, so that more packings are tried.
+# With at most so many samples, a microbatch is a large share of the cost, and more packings are tried.
 FEW_SAMPLES = 32
 RANDOM_ORDERS = 32  # Random orders in which few samples are packed, in addition to the order by length.
 MAX_PLACEMENTS = 3_000  # Placements to compute for one choice of widths, over all packings that are tried.

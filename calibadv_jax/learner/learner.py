@@ -45,7 +45,8 @@ class LearnerOptions:
     Attributes:
         rows: packed rows of one microbatch; a multiple of the data x fsdp devices.
         temperature: of the sampler; the learner's logits are divided by it, too.
-        logprob_chunk: tokens of each of `rows` rows whose logits exist at once.
+        logprob_chunk: tokens of a row whose logits exist at once in a microbatch of `rows` rows. It is
+            smaller in a microbatch of more rows, so that as many logits exist.
         pack_length: tokens of the widest rows; a microbatch has more of narrower rows. 0: a microbatch has
             `rows` rows of any width.
         entropy_gradient: False: the entropy is only reported, and is no term of the loss.
