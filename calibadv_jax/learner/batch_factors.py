@@ -36,15 +36,16 @@ class TrainedTokens:
 
     @property
     def ratio(self) -> np.ndarray:
-        """Importance ratio of each token."""
+        """Importance ratio of each token, float64 [N]; its logarithm is clipped to ±LOG_RATIO_LIMIT."""
         log_ratio = self.logprobs - self.old_logprobs
         return np.exp(np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
     @property
     def covariance(self) -> np.ndarray:
-        """Each token's share of the covariance of advantage and log-probability, which changes the entropy.
+        """Each token's share of the covariance of advantage and log-probability, float64 [N].
 
-        (A - mean A) (lp - mean lp); arXiv 2505.22617.
+        The covariance drives the change of the entropy. A share is (A - mean A) (lp - mean lp); arXiv
+        2505.22617.
         """
         centred_advantages = self.advantages - self.advantages.mean()
         centred_logprobs = self.logprobs - self.logprobs.mean()

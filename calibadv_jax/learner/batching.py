@@ -29,7 +29,7 @@ WIDTHS = (
     Fraction(3, 8),
 )
 MIN_SAVING = 0.01  # Share of the cost that another width must save, since it takes a compilation.
-# Up to so many samples a microbatch is a large share of the cost, so that more packings are tried.
+# With at most so many samples, a microbatch is a large share of the cost, and more packings are tried.
 FEW_SAMPLES = 32
 RANDOM_ORDERS = 32  # Random orders in which few samples are packed, in addition to the order by length.
 MAX_PLACEMENTS = 3_000  # Placements to compute for one choice of widths, over all packings that are tried.
@@ -137,7 +137,14 @@ def token_weights(
 
 
 def content_hash(samples: Sequence[Sample]) -> str:
-    """Return a hash of the samples' arrays, by which processes compare what they train on."""
+    """Return a hash of the samples' arrays, by which processes compare what they train on.
+
+    Args:
+        samples: in the order of training; `old_logprobs` and `prompt` are not read.
+
+    Returns:
+        SHA-256 of tokens, masks, advantages and the sampler's log-probabilities, 64 hexadecimal digits.
+    """
     content = hashlib.sha256()
     for sample in samples:
         for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
@@ -237,7 +244,10 @@ def row_shapes(pack_length: int, rows: int, count: int, cost: Callable[[int], fl
         pack_length: tokens of the widest rows.
         rows: rows of `pack_length` in a microbatch.
         count: number of widths. Fewer are returned if `pack_length` is tiny.
-        cost: of one column, given the row's length.
+        cost: returns the cost of one column in any unit, given the row's length in tokens.
+
+    Returns:
+        A shape for each width; the first one has `pack_length`.
     """
     lengths = {int(pack_length * share) for share in WIDTHS[:count]}
     lengths.discard(0)
@@ -270,6 +280,7 @@ def plan(lengths: Sequence[int], shapes: Sequence[RowShape]) -> Plan:
         raise ValueError(f"sample {lengths.index(longest)} has {longest} tokens, but a row holds {widest}")
 
     def cost_with_compilation(candidate: Plan) -> float:
+        """Return a plan's cost, raised by MIN_SAVING for each of its widths."""
         return candidate.cost * (1.0 + MIN_SAVING * len(candidate.shapes))
 
     return min(_candidates(lengths, shapes, longest), key=cost_with_compilation)
@@ -371,14 +382,30 @@ class _OpenRows:
         self.count = 0
 
     def place(self, length: int, batch: int) -> Placement | None:
-        """Place a sample in the first usable row that has room; None: there is no such row."""
+        """Place a sample in the first usable row that has room.
+
+        Args:
+            length: columns of the sample.
+            batch: number of these rows' batch.
+
+        Returns:
+            The place; None if no usable row has room.
+        """
         fits = self.free[: self.count] >= length
         if not fits.any():
             return None
         return self._place_in(int(np.argmax(fits)), length, batch)
 
     def place_in_any(self, length: int, batch: int) -> Placement:
-        """Place a sample in the first usable row that has room, or in a new row."""
+        """Place a sample in the first usable row that has room, or in a new row.
+
+        Args:
+            length: columns of the sample, at most those of a row.
+            batch: number of these rows' batch.
+
+        Returns:
+            The place.
+        """
         placement = self.place(length, batch)
         if placement is not None:
             return placement
@@ -550,6 +577,7 @@ def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
     """
 
     def cut(array: np.ndarray, start: int) -> np.ndarray:
+        """Return the rows of a microbatch of an array [R, L], filled up with rows of 0."""
         part = array[start : start + rows]
         return np.pad(part, ((0, rows - len(part)), (0, 0)))
 
@@ -564,6 +592,9 @@ def abstract_batch(shape: tuple[int, ...], sharding: NamedSharding, shares_prefi
         shape: (R, L).
         sharding: of every array.
         shares_prefixes: whether the batch is one of `PrefixSharedRows`.
+
+    Returns:
+        A batch of ShapeDtypeStructs, int32 or float32 [R, L], without `factors`.
     """
     batch = _empty_batch((0, 0))
     if shares_prefixes:
@@ -571,6 +602,7 @@ def abstract_batch(shape: tuple[int, ...], sharding: NamedSharding, shares_prefi
         batch.sources = batch.tokens
 
     def struct(array: np.ndarray) -> jax.ShapeDtypeStruct:
+        """Return the ShapeDtypeStruct of one array."""
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
 
     return jax.tree.map(struct, batch)

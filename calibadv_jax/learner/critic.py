@@ -42,7 +42,15 @@ class CriticLearner(Learner):
 
 
 def make_critic(policy: Policy) -> Policy:
-    """Return a critic of the policy's shape, with a value head, and with adapters if the policy has some."""
+    """Return a critic of the policy's shape.
+
+    Args:
+        policy: gives architecture, numerics and adapters.
+
+    Returns:
+        A decoder with a value head in place of the output head. It has the policy's adapters, if there are
+        any.
+    """
     architecture = replace(policy.architecture, tie_word_embeddings=True)  # no output head of its own
     return Policy(architecture, policy.numerics, policy.adapters, CriticDecoder)
 
@@ -55,6 +63,9 @@ def critic_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.S
         policy: the policy, which gives the critic's shape.
         mesh: the devices.
         schedule: learning rate of the critic by update.
+
+    Returns:
+        A learner without state; see `Learner.init`.
 
     Raises:
         UserError: as `LearnerOptions.check`.
@@ -69,8 +80,11 @@ def critic_params(critic: Policy, params: Params, mesh: Mesh) -> Params:
 
     Args:
         critic: from `make_critic`.
-        params: all parameters of the policy, in their shardings; no array is copied.
+        params: all parameters of the policy, in their shardings.
         mesh: the devices.
+
+    Returns:
+        Nested parameters of the critic. They share the policy's arrays.
     """
     results = {name: params[name] for name in critic.abstract_params if name != VALUE_HEAD}
     zeros = optax.tree.zeros_like(critic.abstract_params[VALUE_HEAD])
@@ -101,6 +115,10 @@ class ValueLoss:
             _: not used.
             batch: packed rows [R, L].
             reference: not used.
+
+        Returns:
+            The loss, float32 [], and the metric ``critic/clipfrac``, the sum of the weights of the clipped
+            tokens.
         """
         error = (values - batch.advantages) ** 2
         is_clipped = jnp.zeros(error.shape, bool)
@@ -120,6 +138,10 @@ def value_sample(trajectory: Trajectory, values: np.ndarray, returns: np.ndarray
         trajectory: with n sampled tokens.
         values: before each sampled token, under the critic before the step, [n].
         returns: of each sampled token, [n].
+
+    Returns:
+        A sample with the returns in `advantages` and the values in `old_logprobs`, both 0 where a token was
+        not sampled.
     """
     sample = make_sample(trajectory, np.zeros(len(trajectory.mask)))
     sample.advantages[sample.mask] = returns
@@ -148,6 +170,9 @@ def learn_values(
 
     Returns:
         The new state, and means of the metrics over the updates; no metrics if there was no update.
+
+    Raises:
+        ValueError: if a sample is longer than a row.
     """
     history: list[dict[str, float]] = []
     for chosen in mini_batches(samples, config, rng):

@@ -45,7 +45,8 @@ class LearnerOptions:
     Attributes:
         rows: packed rows of one microbatch; a multiple of the data x fsdp devices.
         temperature: of the sampler; the learner's logits are divided by it, too.
-        logprob_chunk: tokens of each of `rows` rows whose logits exist at once.
+        logprob_chunk: tokens of a row whose logits exist at once in a microbatch of `rows` rows. It is
+            smaller in a microbatch of more rows, so that as many logits exist.
         pack_length: tokens of the widest rows; a microbatch has more of narrower rows. 0: a microbatch has
             `rows` rows of any width.
         entropy_gradient: False: the entropy is only reported, and is no term of the loss.
@@ -70,6 +71,9 @@ class LearnerOptions:
         Args:
             config: of the run.
             optimizer: the policy's or the critic's.
+
+        Returns:
+            The options. A temperature of 0 (greedy sampling) becomes 1.
         """
         return cls(
             rows=config.learner.microbatch_rows,
@@ -83,6 +87,10 @@ class LearnerOptions:
 
     def check(self, policy: Policy, mesh: Mesh) -> None:
         """Check that these options fit a policy and a mesh.
+
+        Args:
+            policy: its attention kernel is checked.
+            mesh: its axes data and fsdp are checked.
 
         Raises:
             UserError: if the devices do not divide the rows, or the kernel cannot share tokens.
@@ -159,17 +167,27 @@ class Learner:
     # --- Training ---
 
     def init(self, params: Params) -> State:
-        """Return the first state.
+        """Return the first state, and keep the frozen parameters as `base`.
 
         Args:
             params: all parameters of the policy, in their shardings. The trained ones are donated.
+
+        Returns:
+            Trained parameters, the optimizer's first state, and 0 updates.
         """
         self.base, trained = self.policy.split(params)
         initialise = jax.jit(self._initial_state, out_shardings=self._state_shardings, donate_argnums=0)
         return initialise(trained)
 
     def with_base(self, params: Params) -> Params:
-        """Return all parameters, given the trained ones; no array is copied."""
+        """Return all parameters, given the trained ones.
+
+        Args:
+            params: trained parameters, nested.
+
+        Returns:
+            The parameters together with `base`, nested; no array is copied.
+        """
         return merge_params(self.base, params)
 
     def update(
@@ -190,7 +208,8 @@ class Learner:
         Returns:
             The new state, and metrics: sums over the microbatches, the gradient's norm, and ``skipped``. With
             a non-finite gradient the state is unchanged and ``skipped`` is 1. Without batches the loss and
-            its terms are omitted.
+            its terms are omitted. The names of loss, norm and ``skipped`` begin with `metrics_prefix` and a
+            slash.
         """
         if loss not in self._accumulate:
             self._accumulate[loss] = self._compile_accumulate(loss)
@@ -213,7 +232,14 @@ class Learner:
         return state, totals
 
     def is_finite(self, params: Params) -> bool:
-        """Return whether no parameter is NaN or infinite."""
+        """Return whether no parameter is NaN or infinite.
+
+        Args:
+            params: nested parameters on the mesh.
+
+        Returns:
+            True if the global norm of the parameters is finite.
+        """
         with jax.set_mesh(self.mesh):
             return bool(np.isfinite(jax.device_get(self._norm(params))))
 
@@ -237,7 +263,12 @@ class Learner:
         return values
 
     def microbatches(self) -> tuple[int, int]:
-        """Return how many microbatches of the pass in progress are computed, and of how many; never wait."""
+        """Return the progress of the current pass over microbatches, without waiting for it.
+
+        Returns:
+            Number of microbatches that are computed, and number of all microbatches of the pass; (0, 0)
+            between passes.
+        """
         results, total = self._pass
         num_computed = sum(jax.tree.leaves(result)[0].is_ready() for result in results)
         return num_computed, total
@@ -247,6 +278,9 @@ class Learner:
 
         Args:
             length: columns of the row.
+
+        Returns:
+            The number of operations, as `Architecture.flops_per_token`.
         """
         numerics = self.policy.numerics
         num_keys = keys_computed(numerics.kernel, length, numerics.attention_chunk)
@@ -274,12 +308,23 @@ class Learner:
             )
 
     def lower_apply(self) -> jax.stages.Lowered:
-        """Lower the optimizer's step with a sum of gradients, as `lower_update`."""
+        """Lower the optimizer's step with a sum of gradients.
+
+        Returns:
+            The program, as `lower_update`; with moments in host memory the largest one, as `SplitStep.lower`.
+        """
         with jax.set_mesh(self.mesh):
             return self._apply.lower(self.abstract_state, self._abstract_gradients)
 
     def lower_logprobs(self, length: int) -> jax.stages.Lowered:
-        """Lower the log-probabilities of one microbatch with rows of `length` columns, as `lower_update`."""
+        """Lower the log-probabilities of one microbatch.
+
+        Args:
+            length: columns of a row.
+
+        Returns:
+            The program, as `lower_update`.
+        """
         with jax.set_mesh(self.mesh):
             params = self.abstract_state["params"]
             return self._logprobs.lower(self._abstract_base, params, self._abstract_microbatch(length))
@@ -317,6 +362,7 @@ class Learner:
             return jax.device_put(microbatch, sharding)
 
         def put_own_rows(array: np.ndarray) -> Array:
+            """Put the rows of an array [R, L] that belong to this process on its devices."""
             return jax.make_array_from_process_local_data(sharding, array, array.shape)
 
         return jax.tree.map(put_own_rows, microbatch)
@@ -329,6 +375,7 @@ class Learner:
         def objective(
             params: Params, base: Params, microbatch: Batch, reference: Params | None
         ) -> tuple[Array, Metrics]:
+            """Return the loss of a microbatch and its metrics."""
             # Most columns hold documents, and the output head is costly: others are not computed.
             is_used = microbatch.weights != 0
             logprobs, entropies = self._values(base, params, microbatch, is_used)
@@ -345,10 +392,12 @@ class Learner:
             microbatch: Batch,
             reference: Params | None,
         ) -> tuple[Params, Metrics]:
+            """Return the sum of gradients with that of a microbatch, and its metrics."""
             gradient = jax.grad(objective, has_aux=True)
             change, metrics = gradient(state["params"], base, microbatch, reference)
 
             def add(total: Array, part: Array) -> Array:
+                """Add a gradient to a sum in float32."""
                 return total + part.astype(jnp.float32)
 
             return jax.tree.map(add, gradients, change), metrics
@@ -370,6 +419,7 @@ class Learner:
         """Return the jitted function of the log-probabilities of a microbatch."""
 
         def logprobs(base: Params, params: Params, microbatch: Batch) -> Array:
+            """Return the log-probabilities of the targets, float32 [R, L]."""
             return self._values(base, params, microbatch)[0]
 
         # Every process reads all values.
@@ -385,6 +435,7 @@ class Learner:
         new_state = {"params": params, "opt_state": opt_state, "updates": state["updates"] + 1}
 
         def keep_if_finite(new: Array, old: Array) -> Array:
+            """Return the new value of a leaf, or the old one if the gradient is not finite."""
             return jnp.where(is_finite, new, old)
 
         new_state = jax.tree.map(keep_if_finite, new_state, state)
@@ -498,6 +549,9 @@ def init_params(policy: Policy, mesh: Mesh, seed: int, only_trained: bool = Fals
         mesh: the devices.
         seed: of the random key.
         only_trained: whether the frozen parameters are left out.
+
+    Returns:
+        Nested parameters in the policy's dtypes and shardings.
     """
     with jax.set_mesh(mesh):
         return _initializer(policy, mesh, only_trained)(jax.random.key(seed))
@@ -509,6 +563,7 @@ def _initializer(policy: Policy, mesh: Mesh, only_trained: bool) -> Callable[[Ar
         return jax.jit(policy.init, out_shardings=param_shardings(policy.abstract_params, mesh))
 
     def init_trained(key: Array) -> Params:
+        """Draw all parameters, and return the trained ones."""
         _, trained = policy.split(policy.init(key))
         return trained
 
@@ -523,6 +578,9 @@ def policy_learner(config: Config, policy: Policy, mesh: Mesh, schedule: optax.S
         policy: the decoder.
         mesh: the devices.
         schedule: learning rate by update.
+
+    Returns:
+        A learner without state; see `Learner.init`.
 
     Raises:
         UserError: as `LearnerOptions.check`.

@@ -144,7 +144,7 @@ def clipped_ratio(ratio: Array, advantages: Array, config: LossConfig) -> Terms:
             where r < 1 - `clip_low`.
 
     Returns:
-        The terms, and which tokens have no gradient.
+        The terms, float32 [R, L], and which tokens have no gradient, bool [R, L].
     """
     bounded_ratio = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     objective = jnp.minimum(ratio * advantages, bounded_ratio * advantages)
@@ -163,7 +163,7 @@ def vanilla(tokens: Tokens, config: LossConfig) -> Terms:
             (where A > 0). `dual_clip` bounds the ratio where A < 0; 0: no bound.
 
     Returns:
-        The terms, and which tokens have no gradient.
+        The terms, float32 [R, L], and which tokens have no gradient, bool [R, L].
     """
     advantages = tokens.advantages
     terms, is_clipped = clipped_ratio(tokens.ratio, advantages, config)
@@ -185,7 +185,7 @@ def cispo(tokens: Tokens, config: LossConfig) -> Terms:
             has none: the CalibAdv authors' rule; 0: off.
 
     Returns:
-        The terms, and which tokens have a weight other than their ratio.
+        The terms, float32 [R, L], and which tokens have a weight other than their ratio, bool [R, L].
     """
     ratio = jax.lax.stop_gradient(tokens.ratio)
     weight = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -204,7 +204,7 @@ def gpg(tokens: Tokens, config: LossConfig) -> Terms:
         config: not read. There is no ratio, and `clip_low` and `clip_high` have no meaning.
 
     Returns:
-        The terms; no token is clipped.
+        The terms, float32 [R, L], and False for every token, bool [R, L], since none is clipped.
     """
     return -tokens.logprobs * tokens.advantages, tokens.none_clipped
 
@@ -221,7 +221,7 @@ def gspo(tokens: Tokens, config: LossConfig) -> Terms:
             0.0004.
 
     Returns:
-        The terms, and which tokens have no gradient.
+        The terms, float32 [R, L], and which tokens have no gradient, bool [R, L].
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs  # not clipped
     sequence_log_ratio = jax.lax.stop_gradient(segment_means(log_ratio, tokens))
@@ -241,7 +241,7 @@ def gmpo(tokens: Tokens, config: LossConfig) -> Terms:
             most `clip_high` where A > 0, and at least -`clip_low` where A < 0. verl's example has 0.4.
 
     Returns:
-        The terms, and which tokens have a bounded d.
+        The terms, float32 [R, L], and which tokens have a bounded d, bool [R, L].
     """
     sign = jnp.sign(tokens.advantages)
     log_ratio = tokens.logprobs - tokens.old_logprobs
@@ -269,7 +269,7 @@ def scaled_vanilla(tokens: Tokens, config: LossConfig) -> Terms:
         config: `clip_low` and `clip_high` have the meaning of `vanilla`.
 
     Returns:
-        The terms, and which tokens PPO clips.
+        The terms, float32 [R, L], and which tokens PPO clips, bool [R, L].
     """
     terms, is_clipped = vanilla(tokens, config)
     return tokens.factors * terms, is_clipped
@@ -286,7 +286,7 @@ def kl_cov(tokens: Tokens, config: LossConfig) -> Terms:
         config: `cov_kl_coef` is read. Nothing is clipped, and `clip_low` and `clip_high` have no meaning.
 
     Returns:
-        The terms; no token is clipped.
+        The terms, float32 [R, L], and False for every token, bool [R, L], since none is clipped.
     """
     distance = jnp.where(jnp.abs(tokens.log_ratio) > LOG_RATIO_ROUNDING, jnp.abs(tokens.log_ratio), 0.0)
     terms = -tokens.ratio * tokens.advantages + config.cov_kl_coef * tokens.factors * distance
@@ -304,7 +304,7 @@ def sapo(tokens: Tokens, config: LossConfig) -> Terms:
             is clipped, and `clip_low` and `clip_high` have no meaning.
 
     Returns:
-        The terms; no token is clipped.
+        The terms, float32 [R, L], and False for every token, bool [R, L], since none is clipped.
     """
     tau = jnp.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
     gate = jax.nn.sigmoid(tau * (tokens.ratio - 1.0)) * (4.0 / tau)
@@ -323,7 +323,7 @@ def dppo_tv(tokens: Tokens, config: LossConfig) -> Terms:
             runs have 0.15 and 0.2.
 
     Returns:
-        The terms, and which ones are 0.
+        The terms, float32 [R, L], and which ones are 0, bool [R, L].
     """
     change = jnp.exp(tokens.logprobs) - jnp.exp(tokens.old_logprobs)
     is_beyond = jnp.where(tokens.advantages > 0, change > config.clip_high, change < -config.clip_low)
@@ -343,7 +343,7 @@ def dppo_kl(tokens: Tokens, config: LossConfig) -> Terms:
             runs have 0.05.
 
     Returns:
-        The terms, and which ones are 0.
+        The terms, float32 [R, L], and which ones are 0, bool [R, L].
     """
     new = jnp.exp(tokens.logprobs)
     old = jnp.exp(tokens.old_logprobs)
@@ -372,7 +372,7 @@ def dro(tokens: Tokens, config: LossConfig) -> Terms:
         config: `dro_beta` is read. Nothing is clipped, and `clip_low` and `clip_high` have no meaning.
 
     Returns:
-        The terms; no token is clipped.
+        The terms, float32 [R, L], and False for every token, bool [R, L], since none is clipped.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs  # not clipped: the penalty acts at any distance
     terms = -tokens.logprobs * tokens.advantages + 0.5 * config.dro_beta * log_ratio**2
@@ -395,7 +395,7 @@ def lld(tokens: Tokens, config: LossConfig) -> Terms:
             penalty. With `lld_gating`, sequences in which no token has become less likely have no penalty.
 
     Returns:
-        The terms, and which tokens PPO clips.
+        The terms, float32 [R, L], and which tokens PPO clips, bool [R, L].
     """
     terms, is_clipped = vanilla(tokens, config)
     decrease = jnp.where(tokens.log_ratio <= LOG_RATIO_ROUNDING, -tokens.log_ratio, 0.0)
@@ -510,7 +510,8 @@ def find_loss(name: str) -> Loss:
         name: `loss.name`, one of LOSSES or ``package.module:function``.
 
     Returns:
-        The loss; a user's own is computed for samples without advantage, too.
+        The loss. A user's own is computed for samples without advantage, too, and its terms raise UserError
+        if the function fails.
 
     Raises:
         UserError: if the user's function cannot be imported or has other parameters.
@@ -520,6 +521,7 @@ def find_loss(name: str) -> Loss:
     function = import_user_function(name, "loss.name", ("tokens", "config"), EXPECTED)
 
     def own_terms(tokens: Tokens, config: LossConfig) -> Terms:
+        """Call the user's function; raise UserError if it fails."""
         try:
             return function(tokens, config)
         except Exception as error:  # a function of the user's own may raise anything
@@ -534,7 +536,7 @@ def check_loss(config: LossConfig) -> list[str]:
     """Check the loss of a config, and describe it.
 
     Args:
-        config: a user's own loss is tried on abstract arrays.
+        config: section `loss`. A user's own loss is tried on abstract arrays.
 
     Returns:
         One line for the start of a run; empty for the default loss.

@@ -109,25 +109,59 @@ def _mismatch(gap: Array, tokens: Tokens, config: LossConfig) -> Array:
 
 
 def k1_kl(difference: Array) -> Array:
-    """Return -d. Schulman's k1: unbiased, but with a high variance, and negative for half of the tokens."""
+    """Return Schulman's k1: -d.
+
+    It is unbiased, but has a high variance, and is negative for half of the tokens.
+
+    Args:
+        difference: d, float32 [R, L].
+
+    Returns:
+        Estimates in nats, float32 [R, L].
+    """
     return -difference
 
 
 def absolute_kl(difference: Array) -> Array:
-    """Return |d|. Biased upwards: it is of first order in d, where the KL divergence is of second order."""
+    """Return |d|.
+
+    It is biased upwards: it is of first order in d, where the KL divergence is of second order.
+
+    Args:
+        difference: d, float32 [R, L].
+
+    Returns:
+        Estimates in nats, float32 [R, L].
+    """
     return jnp.abs(difference)
 
 
 def k2_kl(difference: Array) -> Array:
-    """Return d² / 2. Schulman's k2: low variance; its bias is small where the policies are close."""
+    """Return Schulman's k2: d² / 2.
+
+    It has a low variance, and its bias is small where the policies are close.
+
+    Args:
+        difference: d, float32 [R, L].
+
+    Returns:
+        Estimates in nats, float32 [R, L].
+    """
     return 0.5 * difference**2
 
 
 def k3_kl(difference: Array) -> Array:
-    """Return exp(d) - d - 1. Schulman's k3: unbiased and never negative, with a low variance.
+    """Return Schulman's k3: exp(d) - d - 1.
 
-    d is clipped to ±LOG_RATIO_LIMIT and the estimate to ±KL_LIMIT, as in verl, which adds a bias for tokens
-    that the reference finds far likelier or less likely.
+    It is unbiased and never negative, with a low variance. d is clipped to ±LOG_RATIO_LIMIT and the estimate
+    to ±KL_LIMIT, as in verl, which adds a bias for tokens that the reference finds far likelier or less
+    likely.
+
+    Args:
+        difference: d, float32 [R, L].
+
+    Returns:
+        Estimates in nats, float32 [R, L].
     """
     difference = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.clip(jnp.exp(difference) - difference - 1.0, -KL_LIMIT, KL_LIMIT)
@@ -164,7 +198,15 @@ class PolicyLoss:
         return self.config.old_logprobs == "recompute" and not self.on_policy
 
     def has_gradient(self, sample: Sample) -> bool:
-        """Return whether a sample can change the gradient, by its advantages or another term of the loss."""
+        """Return whether a sample can change the gradient.
+
+        Args:
+            sample: of a step.
+
+        Returns:
+            Whether a trained token has an advantage other than 0. If the loss has a KL or entropy term, or
+            needs `every_sample`, whether any token is trained.
+        """
         has_other_terms = self.config.kl_coef or self.config.entropy_coef or self.definition.every_sample
         if has_other_terms:
             return bool(sample.mask.any())
@@ -198,6 +240,7 @@ class PolicyLoss:
         mask = np.concatenate([sample.mask for sample in samples])
 
         def trained_tokens(arrays: Arrays) -> np.ndarray:
+            """Return the values of the mini-batch's trained tokens, float64 [N]."""
             return np.concatenate(arrays)[mask].astype(np.float64)
 
         trained = TrainedTokens(
@@ -227,8 +270,8 @@ class PolicyLoss:
             reference: log-probabilities under the reference policy, float32 [R, L]; None: no KL term.
 
         Returns:
-            The loss, and metrics: sums of weighted token values, or, for TOKEN_METRICS, sums over the trained
-            tokens.
+            The loss, float32 [], and metrics, also []: sums of weighted token values, or, for TOKEN_METRICS,
+            sums over the trained tokens.
         """
         config = self.config
         old_logprobs = jax.lax.stop_gradient(logprobs) if self.on_policy else batch.old_logprobs
@@ -272,7 +315,16 @@ class PolicyLoss:
 
 
 def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
-    """Return whether every rollout gets exactly one update, so that old and current policy are the same."""
+    """Return whether every rollout gets exactly one update, so that old and current policy are the same.
+
+    Args:
+        loss: section `loss`; `old_logprobs` is read.
+        minibatch_size: trajectories of an update; 0: all of the step.
+        epochs: passes over the trajectories of a step.
+
+    Returns:
+        True if one update follows the recomputation of the old log-probabilities.
+    """
     return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
 
 
@@ -283,6 +335,9 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
         config: the section.
         on_policy: see `on_policy_only`.
 
+    Returns:
+        The loss. Each call returns a new object, for which a learner compiles a program.
+
     Raises:
         UserError: if a loss of the user's own cannot be imported.
     """
@@ -290,7 +345,17 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
 
 
 def policy_loss(config: Config) -> PolicyLoss:
-    """Return the loss of a config; UserError as `policy_gradient`."""
+    """Return the loss of a config.
+
+    Args:
+        config: of the run; sections `loss` and `learner` are read.
+
+    Returns:
+        The loss, as `policy_gradient`.
+
+    Raises:
+        UserError: as `policy_gradient`.
+    """
     on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
     return policy_gradient(config.loss, on_policy)
 
@@ -306,11 +371,11 @@ def negative_log_likelihood(
     Args:
         logprobs: of the targets, float32 [R, L].
         entropies: float32 [R, L].
-        batch: the rows.
+        batch: the rows. Their weights make the sum a mean.
         reference: not used.
 
     Returns:
-        The loss, and the mean entropy.
+        The loss, float32 [], and the metric ``sft/entropy``, the mean entropy in nats.
     """
     loss = -jnp.sum(batch.weights * logprobs)
     return loss, {"sft/entropy": jnp.sum(batch.weights * entropies)}

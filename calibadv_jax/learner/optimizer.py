@@ -37,6 +37,9 @@ def step_updates(learner: LearnerConfig, trajectories: int) -> int:
     Args:
         learner: section `learner`.
         trajectories: trained trajectories of the step.
+
+    Returns:
+        Updates of all epochs; 0 without a trajectory.
     """
     minibatch_size = learner.minibatch_size or max(1, trajectories)
     minibatches = -(-trajectories // minibatch_size)
@@ -49,6 +52,9 @@ def make_schedule(config: OptimizerConfig, total_updates: int) -> optax.Schedule
     Args:
         config: `schedule`, `lr`, `warmup_updates` and `decay_updates` are read.
         total_updates: of the run, warm-up included; for a config without `decay_updates`.
+
+    Returns:
+        A function from the number of updates so far to the learning rate.
     """
     last_update = config.decay_updates or total_updates
     decay_updates = max(1, last_update - config.warmup_updates)
@@ -69,6 +75,9 @@ def run_schedule(config: Config, optimizer: OptimizerConfig) -> optax.Schedule:
     Args:
         config: of the run.
         optimizer: the policy's or the critic's.
+
+    Returns:
+        A schedule, as `make_schedule`, that assumes the full number of trajectories in every step.
     """
     trajectories = config.rollout.questions_per_step * config.rollout.group_size
     total_updates = config.learner.steps * step_updates(config.learner, trajectories)
@@ -84,6 +93,9 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     Args:
         config: section `optimizer`.
         schedule: learning rate by update.
+
+    Returns:
+        A transformation of the sum of an update's gradients.
     """
     rule = _muon(config, schedule) if config.name == "muon" else _adamw(config, schedule)
     return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), rule)
@@ -114,6 +126,7 @@ def _muon(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTr
     adam_ratio = config.adam_lr / config.lr if config.adam_lr else 1.0
 
     def adam_schedule(count: Any) -> Any:
+        """Return AdamW's learning rate, a fixed multiple of Muon's."""
         return adam_ratio * schedule(count)
 
     orthogonalise = muon(
@@ -129,6 +142,7 @@ def _muon(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTr
     )
 
     def update(updates: Any, *more: Any) -> Any:
+        """Return Muon's changes, with the layers of stacked gradients split over the devices."""
         return orthogonalise.update(_split_by_layer(updates), *more)
 
     return optax.GradientTransformation(orthogonalise.init, update)
@@ -142,6 +156,7 @@ def _muon_dimensions(params: Any) -> Any:
     """Return the matrix axes of each parameter that Muon trains, and None for the others."""
 
     def dimensions(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        """Return the axes of one parameter's matrices, or None."""
         return MuonDimensionNumbers(1, 2) if _is_stacked_matrix(path) else None
 
     return jax.tree_util.tree_map_with_path(dimensions, params)
@@ -151,6 +166,7 @@ def _split_by_layer(gradients: Any) -> Any:
     """Split the layers of stacked matrices over all devices."""
 
     def split(path: Any, gradient: Any) -> Any:
+        """Split one gradient by layer if it is that of stacked matrices."""
         return constrain(gradient, "stack") if _is_stacked_matrix(path) else gradient
 
     return jax.tree_util.tree_map_with_path(split, gradients)
@@ -193,7 +209,15 @@ class SplitStep:
         self._programs = [(names, self._compile(names)) for names in groups]
 
     def __call__(self, state: State, gradients: Params) -> tuple[State, Metrics]:
-        """Return the new state and the metrics of the step; the state is donated."""
+        """Apply a sum of gradients.
+
+        Args:
+            state: with moments in host memory; donated.
+            gradients: the sum of gradients, nested as the trained parameters.
+
+        Returns:
+            The new state in the same shardings, and the metrics of the step.
+        """
         leaves = jax.tree.leaves(state)
         metrics: Metrics = {}
         for names, program in self._programs:
@@ -209,6 +233,9 @@ class SplitStep:
         Args:
             abstract: ShapeDtypeStructs of the state.
             gradients: ShapeDtypeStructs of the sum of gradients.
+
+        Returns:
+            The program; the devices may be those of a topology.
         """
         names, program = self._programs[0]
         own, others = self._divide_leaves(jax.tree.leaves(abstract), names)
@@ -262,7 +289,10 @@ def peak_elements(sizes: Collection[int]) -> float:
     """Return the peak number of elements on the devices: of the largest parameter, or a quarter of all.
 
     Args:
-        sizes: elements of each parameter.
+        sizes: elements of each parameter; at least one.
+
+    Returns:
+        The larger of the two; a quarter may be a fraction.
     """
     return max(max(sizes), sum(sizes) / 4)
 
@@ -279,6 +309,7 @@ def parameter_groups(sizes: dict[str, int]) -> list[list[str]]:
     most = peak_elements(sizes.values())
 
     def group_size(group: Sequence[str]) -> int:
+        """Return the number of elements of a group."""
         return sum(sizes[name] for name in group)
 
     groups: list[list[str]] = []

@@ -41,7 +41,7 @@ class PrefixSharedRows(Rows):
     Loss and gradient are those of `Rows`; only the order of sums differs. The common prefix of all samples
     stands once at the beginning of every row. `unpack` returns the values of trained tokens.
 
-    Args: as `Rows`.
+    Arguments and errors are those of `Rows`.
 
     Attributes:
         common: tokens of the common prefix of all samples.
@@ -123,6 +123,7 @@ def prefix_trees(samples: Sequence[Sample], most: int, common: int) -> Iterator[
     """
 
     def token_bytes(index: int) -> bytes:
+        """Return a sample's tokens as bytes that sort as the tokens do."""
         return samples[index].tokens.astype(">u4").tobytes()  # big-endian: bytes sort as the numbers do
 
     # In the order of their tokens, samples with a long common prefix are neighbours.

@@ -31,7 +31,7 @@ def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
 
     Args:
         trajectory: with P tokens of the prompt and T of the response.
-        advantages: of the response's tokens, [T].
+        advantages: of the response's tokens, [T]; converted to float32.
 
     Returns:
         A sample of P + T tokens, of which only sampled ones are trained.
@@ -57,15 +57,40 @@ class Updater(Protocol):
         loss: LossFunction,
         reference: Params | None = None,
     ) -> tuple[State, dict[str, float]]:
-        """Update once; see `Learner.update`."""
+        """Update once; see `Learner.update`.
+
+        Args:
+            state: before the update; donated.
+            batches: packed rows [R, L]; none: the gradient is 0.
+            loss: computes the loss of packed rows.
+            reference: parameters of the KL term's policy; None: no term.
+
+        Returns:
+            The new state, and metrics.
+        """
         ...
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
-        """Return log-probabilities of packed rows; see `Learner.logprobs`."""
+        """Return log-probabilities of packed rows; see `Learner.logprobs`.
+
+        Args:
+            params: trained parameters.
+            batch: packed rows [R, L].
+
+        Returns:
+            Of the targets in nats, float32 [R, L].
+        """
         ...
 
     def position_cost(self, length: int) -> float:
-        """Return the cost of one column of a row; see `Learner.position_cost`."""
+        """Return the cost of one column of a row; see `Learner.position_cost`.
+
+        Args:
+            length: columns of the row.
+
+        Returns:
+            The cost, in any unit.
+        """
         ...
 
 
@@ -110,6 +135,9 @@ def learn(
 
     Returns:
         State, metrics, and samples.
+
+    Raises:
+        ValueError: if a sample is longer than a row.
     """
     samples = list(samples)
     has_gradient = [loss.has_gradient(sample) for sample in samples]
@@ -264,6 +292,9 @@ def pack_rows(
         samples: to pack.
         config: section `learner`.
         weights: float32 [T] for each sample; None: 0, for a pass that computes no loss.
+
+    Returns:
+        The rows; `PrefixSharedRows` with `config.share_prefixes`.
 
     Raises:
         ValueError: if a sample is longer than a row.

@@ -43,7 +43,14 @@ class Adapters:
 
     @classmethod
     def from_config(cls, config: LoraConfig) -> Adapters | None:
-        """Return the adapters of a config, or None if all parameters are trained."""
+        """Return the adapters of a config.
+
+        Args:
+            config: the section `policy.lora`.
+
+        Returns:
+            The adapters, with sorted targets; None if the rank is 0, where all parameters are trained.
+        """
         if not config.rank:
             return None
         targets = tuple(sorted(config.targets))
@@ -62,7 +69,8 @@ def split(params: Params) -> tuple[Params, Params]:
         params: nested dict with leaves of any kind.
 
     Returns:
-        The base, and the adapters with a critic's value head, both nested. No array is copied.
+        The base, and the adapters together with a critic's value head, both nested. The second dict is empty
+        if there is neither. No array is copied.
     """
     base: Params = {}
     added: Params = {}
@@ -77,7 +85,15 @@ def split(params: Params) -> tuple[Params, Params]:
 
 
 def merge_params(base: Params, added: Params) -> Params:
-    """Join the two results of `split` into one nested dict; no array is copied."""
+    """Join the two results of `split` into one nested dict.
+
+    Args:
+        base: nested parameters.
+        added: nested parameters with other paths; {} for none.
+
+    Returns:
+        A new nested dict with the leaves of both; no array is copied.
+    """
     return unflatten(flatten(base) | flatten(added))
 
 
@@ -111,6 +127,7 @@ def _fold_adapter(kernel: Array, lora_a: Array, lora_b: Array, scale: float, dty
     """Return kernel [L, D, F] + lora_a [L, D, r] @ lora_b [L, r, F] * scale in `dtype`, layer by layer."""
 
     def fold_layer(matrices: tuple[Array, Array, Array]) -> Array:
+        """Return the sum of one layer's matrices, [D, F]."""
         layer_kernel, layer_a, layer_b = (matrix.astype(jnp.float32) for matrix in matrices)
         change = jnp.matmul(layer_a, layer_b * scale, precision=jax.lax.Precision.HIGHEST)  # [D, F]
         return (layer_kernel + change).astype(dtype)

@@ -104,8 +104,16 @@ class Architecture:
     def flops_per_token(self, context: float) -> float:
         """Return a forward pass' floating-point operations for one token.
 
+        Each element of the layers' matrices and of the output head costs two operations. Attention costs 4 N
+        H operations a layer for each token of the context. Norms, biases and the look-up of the embedding
+        count as 0.
+
         Args:
-            context: number of tokens that the token attends to.
+            context: number of tokens that the token attends to; it may be a fraction, such as a mean over a
+                row.
+
+        Returns:
+            The number of operations.
         """
         matrices = self.num_layers * self.layer_matrix_elements + self.vocab_size * self.hidden_size
         attention = 2 * self.num_layers * self.num_heads * self.head_dim * context
@@ -125,7 +133,8 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         The shapes of the decoder.
 
     Raises:
-        UserError: if the model is not supported or a size is missing.
+        UserError: if the model type, the activation or the rope_type is not supported, sliding-window
+            attention is on, or a size or a field of Llama 3's rope scaling is missing.
     """
     _refuse_unsupported(config, source)
     model_type = config["model_type"]

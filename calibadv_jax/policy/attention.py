@@ -55,12 +55,15 @@ def packed_attention(
         v: values [B, T, K, H].
         segment_ids: int32 [B, T]. A token sees only its own segment, whose columns are contiguous.
         kernel: "xla" on any device, "splash" on TPU, "triton" on GPU, "cudnn" on CUDA with half precision.
-        chunk: tokens of a block of the XLA kernel; shorter rows are one block.
-        ends: int32 [B, T], only with a kernel of SHARING: the first column that does not see this one.
-            None: the end of the column's segment.
+        chunk: tokens of a block of the "xla" kernel; shorter rows are one block. Other kernels ignore it.
+        ends: int32 [B, T], the first column that does not see this one; only with a kernel of
+            PREFIX_SHARING_KERNELS. None: the end of the column's segment.
 
     Returns:
-        [B, T, N, H].
+        [B, T, N, H] in the dtype that q, k and v have in common.
+
+    Raises:
+        AssertionError: if `ends` is given to another kernel.
     """
     length = q.shape[1]
     if kernel not in PREFIX_SHARING_KERNELS:
@@ -75,6 +78,7 @@ def packed_attention(
         from calibadv_jax.policy.kernels.blockwise import blockwise_attention
 
         def in_blocks(q: Array, k: Array, v: Array, ends: Array) -> Array:
+            """Attend in blocks of `chunk` tokens."""
             return blockwise_attention(q, k, v, ends, chunk)
 
         return _on_every_device(in_blocks, q, k, v, ends)
@@ -111,7 +115,14 @@ def _on_every_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array,
     """Call `kernel` on each device with its rows and heads, since the compiler cannot split a kernel.
 
     Args:
+        kernel: returns the attended values, given the other four arguments.
+        q: queries [B, T, N, H].
+        k: keys [B, T, K, H].
+        v: values [B, T, K, H].
         row_array: int32 [B, T], the kernel's last argument.
+
+    Returns:
+        [B, T, N, H].
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -125,6 +136,7 @@ def _on_every_device(kernel: Callable[..., Array], q: Array, k: Array, v: Array,
     queries_per_kv = num_heads // num_kv
 
     def attend_on_device(q: Array, k: Array, v: Array, row_array: Array) -> Array:
+        """Attend with one device's rows and heads."""
         if heads_axis is not None and kv_axis is None:
             # Each device has all key-value heads, and selects one for each of its query heads.
             num_local_heads = q.shape[2]
@@ -203,12 +215,16 @@ class CacheView:
             layer: int32 [], index of the layer in the stack.
             keys: [B, n, K, H] of the new tokens.
             values: [B, n, K, H] of the new tokens.
+
+        Returns:
+            Keys and values of the shape and dtype of `stack`. Tokens whose column is T are dropped.
         """
         num_rows = self.columns.shape[0]
         num_new, num_kv = keys.shape[1:3]
         slots = jnp.arange(num_rows) if self.slots is None else self.slots
 
         def write_at(place: tuple[Array, ...], cached: Array, new: Array) -> Array:
+            """Return a cached array [L, S, K, T, H] with the new tokens written at `place`."""
             return cached.at[place].set(new.astype(cached.dtype), mode="drop")
 
         mesh = jax.sharding.get_abstract_mesh()
@@ -235,11 +251,12 @@ class CacheView:
             queries: [B, n, N, H].
 
         Returns:
-            [B, n, N, H].
+            [B, n, N, H] in the dtype of the stack; meaningless for tokens that were not written.
         """
         _, num_slots, num_kv, _, head_dim = stack[0].shape
 
         def read(cached: Array, width: int) -> Array:
+            """Return the first `width` columns of this layer for each row, [B, K, width, H]."""
             sizes = (1, num_slots, num_kv, width, head_dim)
             layer_columns = jax.lax.dynamic_slice(cached, (layer, 0, 0, 0, 0), sizes)[0]  # [S, K, width, H]
             if self.slots is None:
@@ -247,6 +264,7 @@ class CacheView:
             return layer_columns[self.slots]  # [B, K, width, H]
 
         def attend_to(width: int) -> Array:
+            """Attend to the first `width` columns."""
             # Sliced inside the branch: all columns of a branch's arguments would be copied.
             cached_keys, cached_values = stack
             keys = read(cached_keys, width)
@@ -263,6 +281,8 @@ class CacheView:
 def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
     """Attend from new tokens to a KV cache, with at most SCORE_BYTES of scores at once.
 
+    A single row is never divided, even if its scores take more.
+
     Args:
         q: queries [B, n, N, H].
         k: keys [B, K, T, H].
@@ -270,7 +290,7 @@ def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
         positions: int32 [B, n]. A token sees the columns up to its own position.
 
     Returns:
-        [B, n, N, H].
+        [B, n, N, H] in the dtype of `v`.
     """
     num_rows, num_new, num_heads, _ = q.shape
     num_columns = k.shape[2]
@@ -278,10 +298,12 @@ def cached_attention(q: Array, k: Array, v: Array, positions: Array) -> Array:
     rows_at_once = max(1, SCORE_BYTES // row_bytes)
 
     def attend(q: Array, k: Array, v: Array, positions: Array) -> Array:
+        """Attend with all scores of the given rows at once."""
         is_visible = jnp.arange(num_columns) <= positions[:, :, None]  # [B, n, T] of the rows at once
         return _masked_attention(q, k, v, is_visible[:, None])
 
     def attend_row(row: tuple[Array, Array, Array, Array]) -> Array:
+        """Attend with one row, whose arrays lack the axis B."""
         q, k, v, positions = row
         return attend(q[None], k[None], v[None], positions[None])[0]
 

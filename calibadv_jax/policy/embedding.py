@@ -17,11 +17,11 @@ def look_up(table: Array, tokens: Array, dtype: Any) -> Array:
 
     Args:
         table: [V, D].
-        tokens: int32 [B, T].
+        tokens: int32 [B, T], ids from 0 to V - 1. Other ids have an embedding of 0.
         dtype: of the result.
 
     Returns:
-        [B, T, D].
+        [B, T, D] in `dtype`.
     """
     vocab, width = table.shape
     layout = vocab_layout(tokens.shape[0], width, vocab)
@@ -31,6 +31,7 @@ def look_up(table: Array, tokens: Array, dtype: Any) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _look_up(layout: VocabLayout, dtype: Any, table: Array, tokens: Array) -> Array:
     def look_up_shard(table: Array, tokens: Array) -> Array:
+        """Return the embeddings [B, T, D] of one device's rows."""
         # All rows of the devices that hold the other columns: [B, T].
         all_tokens = layout.gather_width(tokens, 0)
         index = all_tokens - layout.first_token(table.shape[0])
@@ -53,6 +54,7 @@ def _look_up_forward(layout: VocabLayout, dtype: Any, table: Array, tokens: Arra
 
 def _look_up_backward(layout: VocabLayout, dtype: Any, saved: Any, gradient: Array) -> tuple[Array, None]:
     def add_up_shard(table: Array, tokens: Array, gradient: Array) -> Array:
+        """Return the gradient of one device's shard of the table, summed over the tokens of all rows."""
         all_tokens = layout.gather_width(tokens, 0)
         if layout.width is not None:
             # Exchange: from this device's rows and all columns to all rows and this device's columns.

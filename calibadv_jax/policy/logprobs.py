@@ -108,13 +108,27 @@ class _OutputHead:
         return 1 if self.is_vocab_first else 0
 
     def gather_weights(self, weights: Array) -> Array:
-        """Return the weights in the compute dtype, with the whole width: [V, D] or [D, V]."""
+        """Gather the whole width of this device's shard of the weights.
+
+        Args:
+            weights: [V, D] or [D, V], by `is_vocab_first`, with this device's shards of V and D.
+
+        Returns:
+            The weights in the compute dtype, with all of D.
+        """
         return self.layout.gather_width(weights.astype(self.dtype), self.width_axis)
 
     def logits(self, states: Array, weights: Array) -> Array:
-        """Return the logits of hidden states divided by the temperature: [B, C, D] -> float32 [B, C, V].
+        """Return the logits of hidden states, divided by the temperature.
 
         The products are those of `Decoder.logits`.
+
+        Args:
+            states: hidden states [B, C, D].
+            weights: with the whole width, from `gather_weights`.
+
+        Returns:
+            float32 [B, C, V].
         """
         equation = "BCD,VD->BCV" if self.is_vocab_first else "BCD,DV->BCV"
         states = states.astype(self.dtype)
@@ -241,6 +255,7 @@ def _forward(
         chunks = _Chunks.of(used, head)
 
         def compute_chunk(number: Array, results: Arrays) -> Arrays:
+            """Write one chunk's log-probabilities, entropies and log-sum-exps."""
             chunk_states, chunk_targets = chunks.read(number, (hidden, targets))
             chunk_logits = head.logits(chunk_states, weights)
             return chunks.write(number, results, head.logprobs(chunk_logits, chunk_targets))
@@ -274,6 +289,7 @@ def _backward(
             chunks = _Chunks.of(used, head)
 
             def add_chunk(number: Array, carry: Arrays) -> Arrays:
+                """Write one chunk's gradient of hidden states, and add its gradient of the weights."""
                 hidden_gradient, weights_gradient = carry
                 chunk_states, chunk_targets, *chunk_values = chunks.read(number, (hidden, targets, *values))
                 chunk_logits = head.logits(chunk_states, all_weights)
@@ -323,7 +339,15 @@ class _Chunks:
 
     @classmethod
     def of(cls, used: Array, head: _OutputHead) -> _Chunks:
-        """Return the chunks of the tokens that are `used`, bool [B, T]."""
+        """Return the chunks of a device's used tokens.
+
+        Args:
+            used: bool [B, T].
+            head: gives the tokens of a chunk and the mesh axes of the rows.
+
+        Returns:
+            The chunks. Devices that share a row's vocabulary have the same `count`.
+        """
         num_rows, length = used.shape
         size = num_rows * min(head.chunk, math.ceil(length / MIN_CHUNKS))
         padded_size = math.ceil(used.size / size) * size
@@ -336,7 +360,15 @@ class _Chunks:
         return cls(columns, size, count)
 
     def read(self, number: Array, arrays: Arrays) -> Arrays:
-        """Return chunk `number` [1, C, ...] of each array [B, T, ...]; zeros where there is no token."""
+        """Return one chunk of each array.
+
+        Args:
+            number: int32 [], index of the chunk.
+            arrays: each [B, T, ...].
+
+        Returns:
+            [1, C, ...] for each array; 0 where the chunk has no token.
+        """
         columns = self._columns(number)
         chunks = []
         for array in arrays:
@@ -345,7 +377,16 @@ class _Chunks:
         return tuple(chunks)
 
     def write(self, number: Array, arrays: Arrays, values: Arrays) -> Arrays:
-        """Return the arrays [B, T, ...] with the values [1, C, ...] of chunk `number`."""
+        """Return arrays with the values of one chunk.
+
+        Args:
+            number: int32 [], index of the chunk.
+            arrays: each [B, T, ...].
+            values: [1, C, ...] for each array. Those without a token are dropped.
+
+        Returns:
+            The arrays [B, T, ...] with the chunk's tokens replaced.
+        """
         columns = self._columns(number)
         updated = []
         for array, value in zip(arrays, values, strict=True):

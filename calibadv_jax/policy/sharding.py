@@ -112,7 +112,15 @@ def local_sizes(sizes: Mapping[str, int], devices: int) -> dict[str, int]:
 
 
 def axis_size(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...] | None) -> int:
-    """Return the number of devices along one axis of the mesh or along several; 1 along none."""
+    """Return the number of devices along one axis of the mesh, or along several together.
+
+    Args:
+        mesh: the devices.
+        names: an axis of the mesh or several of them, such as an entry of RULES; None: no axis.
+
+    Returns:
+        The product of the axes' sizes; 1 for None.
+    """
     if names is None:
         return 1
     axes = (names,) if isinstance(names, str) else names
@@ -131,6 +139,9 @@ class LocalCopy:
         mesh: the devices of all processes.
         dtype: of the copies.
         split: divides parameters into frozen and trained ones (`Policy.split`).
+
+    Raises:
+        UserError: as `local_sizes`.
     """
 
     def __init__(self, mesh: Mesh, dtype: Any, split: Callable[[Any], tuple[Any, Any]]):
@@ -144,9 +155,11 @@ class LocalCopy:
         all_devices = _auto_mesh(devices, ("process", *MESH_AXES))
 
         def gather_leaf(leaf: Array, sharding: NamedSharding) -> Array:
+            """Return a copy of a parameter in `dtype`, of which every process has all shards."""
             return jax.lax.with_sharding_constraint(jnp.array(leaf, dtype, copy=True), sharding)
 
         def gather(params: Any) -> Any:
+            """Return copies of parameters of which every process has all shards."""
             return jax.tree.map(gather_leaf, params, param_shardings(params, all_devices))
 
         self._gather = jax.jit(gather)
@@ -167,6 +180,7 @@ class LocalCopy:
 
     def _copy(self, params: Any) -> Any:
         def take_own_shards(leaf: Array, sharding: NamedSharding) -> Array:
+            """Return a gathered parameter as an array of this process' devices alone."""
             shards = [shard.data for shard in leaf.addressable_shards]
             return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
@@ -178,12 +192,27 @@ class LocalCopy:
 
 
 def partition_spec(*axes: str | None) -> P:
-    """Return the PartitionSpec of an array with these logical axes; None: the axis is not split."""
+    """Return the PartitionSpec of an array, given its logical axes.
+
+    Args:
+        *axes: a key of RULES for each axis of the array; None: the axis is not split.
+
+    Returns:
+        The mesh axes that split each axis.
+    """
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pin an intermediate array to the layout of its logical axes; no effect outside `jax.set_mesh`."""
+    """Pin an intermediate array to the layout of its logical axes.
+
+    Args:
+        x: any array in a jitted function.
+        *axes: as in `partition_spec`, for each axis of x; axes without a name at the end are not split.
+
+    Returns:
+        The array with a sharding constraint; x itself outside `jax.set_mesh`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -194,10 +223,13 @@ def pin_rows(x: Array) -> Array:
     """Keep each group's rows whole on its device, so that the weights are gathered instead.
 
     For use inside a `vmap` over the devices' groups of rows. Otherwise the compiler may split D and sum over
-    the devices after every product. No effect on single tokens (n = 1) and outside `jax.set_mesh`.
+    the devices after every product.
 
     Args:
         x: hidden states [B, n, D] of one group.
+
+    Returns:
+        The states with a sharding constraint; x itself for single tokens (n = 1) and outside `jax.set_mesh`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or x.shape[1] == 1:
@@ -217,6 +249,7 @@ def param_shardings(abstract: Any, mesh: Mesh | AbstractMesh) -> Any:
     """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
+        """Return the sharding of one parameter, by its path in WEIGHTS."""
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         partition = partition_spec(*WEIGHTS[name].axes)
         fitted = []
@@ -235,6 +268,9 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
         abstract: nested parameters, or their ShapeDtypeStructs.
         mesh: the devices; None: the first local device.
         dtype: of all results; None: each keeps its own.
+
+    Returns:
+        ShapeDtypeStructs, nested as `abstract`.
     """
     if mesh is not None:
         return with_shardings(abstract, param_shardings(abstract, mesh), dtype)
@@ -243,9 +279,19 @@ def placed_params(abstract: Any, mesh: Mesh | None, dtype: Any = None) -> Any:
 
 
 def with_shardings(abstract: Any, shardings: Any, dtype: Any = None) -> Any:
-    """Return ShapeDtypeStructs of `abstract` with these shardings; `dtype` None: each keeps its own."""
+    """Return ShapeDtypeStructs with the given shardings.
+
+    Args:
+        abstract: a tree of arrays or ShapeDtypeStructs.
+        shardings: a tree of the same structure.
+        dtype: of all results; None: each keeps its own.
+
+    Returns:
+        ShapeDtypeStructs, nested as `abstract`.
+    """
 
     def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        """Return the ShapeDtypeStruct of one leaf."""
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
 
     return jax.tree.map(struct, abstract, shardings)
@@ -267,12 +313,26 @@ def cache_axes(num_kv_heads: int, tensor: int) -> tuple[str, str | None]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of rows, which are split over data and fsdp."""
+    """Return the sharding of packed rows.
+
+    Args:
+        mesh: the devices.
+
+    Returns:
+        The first axis is split over data and fsdp; later axes are not split.
+    """
     return NamedSharding(mesh, P(RULES["batch"]))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that every device holds in full."""
+    """Return the sharding of an array that every device holds in full.
+
+    Args:
+        mesh: the devices.
+
+    Returns:
+        A sharding for arrays of any shape.
+    """
     return NamedSharding(mesh, P())
 
 
@@ -302,7 +362,7 @@ class VocabLayout:
 
         Args:
             function: computes shards of the outputs from shards of the inputs.
-            inputs: PartitionSpecs of its arguments, from `partition_spec`.
+            inputs: PartitionSpecs of its arguments, from `spec`.
             outputs: PartitionSpecs of its results.
 
         Returns:
@@ -313,7 +373,14 @@ class VocabLayout:
         return jax.shard_map(function, in_specs=inputs, out_specs=outputs, check_vma=False)
 
     def spec(self, *axes: str | None) -> P:
-        """Return the PartitionSpec of an array whose axes are "rows", "width", "vocab" or None."""
+        """Return the PartitionSpec of an array.
+
+        Args:
+            *axes: "rows", "width" or "vocab" for each axis of the array; None: the axis is not split.
+
+        Returns:
+            The mesh axes that split each axis.
+        """
         mesh_axes = {
             "rows": self.rows or None,
             "width": self.width,
@@ -323,31 +390,68 @@ class VocabLayout:
         return P(*(mesh_axes[axis] for axis in axes))
 
     def first_token(self, shard_size: int) -> Array | int:
-        """Return the first token id of this device's shard of the vocabulary, which has `shard_size` ids."""
+        """Return the first token id of this device's shard of the vocabulary.
+
+        Args:
+            shard_size: token ids of each shard.
+
+        Returns:
+            int32 []; the number 0 if V is not split.
+        """
         if self.vocab is None:
             return 0
         return jax.lax.axis_index(self.vocab) * shard_size
 
     def sum_over_vocab(self, x: Array) -> Array:
-        """Sum over the devices that share a row's vocabulary."""
+        """Sum over the devices that share a row's vocabulary.
+
+        Args:
+            x: this device's summand, of any shape.
+
+        Returns:
+            The sum, of the shape of x; x itself if V is not split.
+        """
         if self.vocab is None:
             return x
         return jax.lax.psum(x, self.vocab)
 
     def gather_width(self, x: Array, axis: int) -> Array:
-        """Gather the whole width D, which is the `axis` of x."""
+        """Join the arrays of the devices that share the width D.
+
+        Args:
+            x: this device's array.
+            axis: axis of x along which the arrays are joined: that of D, or that of the rows.
+
+        Returns:
+            The joined array; x itself if D is not split.
+        """
         if self.width is None:
             return x
         return jax.lax.all_gather(x, self.width, axis=axis, tiled=True)
 
     def scatter_width(self, gradient: Array, axis: int) -> Array:
-        """Sum all devices' gradients of the whole width D, and return this device's shard of the sum."""
+        """Sum all devices' gradients of the whole width D, and return this device's shard of the sum.
+
+        Args:
+            gradient: this device's summand, with the whole width.
+            axis: axis of the gradient that is the width.
+
+        Returns:
+            The sum, with this device's shard of the width.
+        """
         if self.width is not None:
             gradient = jax.lax.psum_scatter(gradient, self.width, scatter_dimension=axis, tiled=True)
         return self.sum_over_replicas(gradient)
 
     def sum_over_replicas(self, gradient: Array) -> Array:
-        """Sum over the mesh axes that split the rows but not the width D."""
+        """Sum over the mesh axes that split the rows but not the width D.
+
+        Args:
+            gradient: this device's summand, of any shape.
+
+        Returns:
+            The sum, of the same shape; the gradient itself if there is no such axis.
+        """
         axes = tuple(name for name in self.rows if name != self.width)
         if not axes:
             return gradient
@@ -361,12 +465,16 @@ def vocab_layout(num_rows: int, width: int, vocab: int) -> VocabLayout:
         num_rows: rows of the batch. If the mesh does not divide them, nothing is split.
         width: D. It is split only if the mesh divides it.
         vocab: V. It is split only if the mesh divides it.
+
+    Returns:
+        The layout. Outside `jax.set_mesh` nothing is split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or num_rows % axis_size(mesh, RULES["batch"]):
         return VocabLayout()
 
     def axis_if_divisible(size: int, name: str) -> str | None:
+        """Return the mesh axis `name` if it has several devices that divide `size`, else None."""
         devices = mesh.shape[name]
         return name if devices > 1 and size % devices == 0 else None
 

@@ -72,14 +72,26 @@ class Numerics:
 
     @property
     def product(self) -> Callable[..., Array]:
-        """Function that multiplies activations and weights; compilers for TPU and GPU choose good layouts."""
+        """Function that multiplies activations [..., D] and weights [D, F], given their dimension numbers.
+
+        It is `rows_product` with the "xla" kernel. Otherwise it is JAX's own, since compilers for TPU and GPU
+        choose good layouts.
+        """
         if self.kernel == "xla":
             return rows_product
         return jax.lax.dot_general
 
     @classmethod
     def from_config(cls, config: PolicyConfig) -> Numerics:
-        """Return the numerics of a config, with the backend's kernel if `policy.attention` is auto."""
+        """Return the numerics of a config.
+
+        Args:
+            config: the section `policy`. With `attention` at auto, the kernel is that of JAX's default
+                backend.
+
+        Returns:
+            The numerics.
+        """
         kernel = config.attention
         if kernel == "auto":
             # Only here: asking for the backend loads it, and `calibadv plan` compiles for another one.
@@ -118,7 +130,14 @@ class DecoderBuild:
         return {"dtype": self.numerics.compute_dtype, "param_dtype": param_dtype, "rngs": self.rngs}
 
     def norm(self, size: int) -> RMSNorm:
-        """Return an RMS norm over a last axis of `size`."""
+        """Return an RMS norm with the decoder's epsilon and dtypes.
+
+        Args:
+            size: D, size of the last axis.
+
+        Returns:
+            The module, whose scale is 1 at first.
+        """
         return RMSNorm(size, epsilon=self.architecture.rms_norm_eps, **self.options)
 
 
@@ -151,7 +170,15 @@ class Linear(nnx.Linear):
             self.lora_b = nnx.Param(jnp.zeros((adapters.rank, size_out), dtype))
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """Return the output [..., size_out] of inputs [..., size_in], in the compute dtype."""
+        """Return inputs @ kernel, plus the bias and the adapter if there are any.
+
+        Args:
+            inputs: [..., size_in].
+            out_sharding: passed to Flax; None: none.
+
+        Returns:
+            [..., size_out] in the compute dtype.
+        """
         out = super().__call__(inputs, out_sharding)
         if not self.scale:
             return out
@@ -167,10 +194,16 @@ class Linear(nnx.Linear):
 
 
 def inverse_frequencies(architecture: Architecture) -> Array:
-    """Return the rotary frequencies in radians a token, float32 [H/2].
+    """Return the rotary frequencies.
 
     With `rope_scaling`, Llama 3's rule: frequencies of long wavelengths are divided by `factor`, those of
     short ones are kept, and those between are blended.
+
+    Args:
+        architecture: `head_dim`, `rope_theta` and `rope_scaling` are read.
+
+    Returns:
+        float32 [H/2], in radians a token.
     """
     exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
     frequencies = 1.0 / (architecture.rope_theta**exponents)
@@ -251,7 +284,14 @@ class Attention(nnx.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def output(self, x: Array) -> Array:
-        """Project the heads' outputs [B, T, N, H] to hidden states [B, T, D]."""
+        """Project the heads' outputs to hidden states.
+
+        Args:
+            x: [B, T, N, H].
+
+        Returns:
+            [B, T, D] in the compute dtype.
+        """
         batch, length, _, _ = x.shape
         return self.o(x.reshape(batch, length, -1))  # [B, T, N*H] -> [B, T, D]
 
@@ -268,7 +308,14 @@ class Mlp(nnx.Module):
         self.down = Linear(build, "down", inner_size, hidden_size, architecture.mlp_bias)
 
     def __call__(self, x: Array) -> Array:
-        """Return the MLP of hidden states: [B, T, D] -> [B, T, D]."""
+        """Return the MLP of hidden states.
+
+        Args:
+            x: [B, T, D].
+
+        Returns:
+            [B, T, D] in the compute dtype.
+        """
         inner = gated(self.gate(x), self.up(x))  # [B, T, F]
         return self.down(inner)
 
@@ -349,6 +396,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=architecture.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stacked_layers(rngs: nnx.Rngs) -> Block:
+            """Make one layer for each random key, with the parameters of all layers stacked."""
             return Block(replace(build, rngs=rngs))
 
         self.layers = stacked_layers(build.rngs)  # every parameter has a leading axis L
@@ -380,6 +428,7 @@ class Decoder(nnx.Module):
         graph, layer_params = nnx.split(self.layers)
 
         def apply_layer(x: Array, params: Any) -> tuple[Array, None]:
+            """Return the hidden states after one layer."""
             block = nnx.merge(graph, params)
             return block.forward_packed(x, rope, segment_ids, ends), None
 
@@ -425,6 +474,7 @@ class Decoder(nnx.Module):
 
         # A stack is carried as a whole and written in place. A scan over its layers would copy each layer.
         def apply_layer(carry: tuple[Array, Stack], inputs: Any) -> tuple[tuple[Array, Stack], None]:
+            """Return hidden states and stack after one layer of the stack."""
             x, stack = carry
             params, layer = inputs
             block = nnx.merge(graph, params)
@@ -457,7 +507,15 @@ class Decoder(nnx.Module):
         return embedded.reshape(*tokens.shape, -1)
 
     def logits(self, hidden: Array) -> Array:
-        """Return the logits: [..., D] -> float32 [..., V], by a product of the compute dtype."""
+        """Return the logits of hidden states.
+
+        Args:
+            hidden: [..., D], after the last norm.
+
+        Returns:
+            float32 [..., V], not divided by a temperature. The operands of the product have the compute
+            dtype.
+        """
         weights, is_vocab_first = self.head()
         equation = "...D,VD->...V" if is_vocab_first else "...D,DV->...V"
         dtype = self.numerics.compute_dtype
@@ -469,7 +527,7 @@ class Decoder(nnx.Module):
         """Return the weights of the output head, and whether their first axis is the vocabulary.
 
         Returns:
-            The embeddings [V, D] and True if they are tied, else [D, V] and False.
+            The embeddings [V, D] and True if they are tied, else [D, V] and False; in the parameters' dtype.
         """
         if self.architecture.tie_word_embeddings:
             return self.embed.embedding[...], True
@@ -501,7 +559,14 @@ class CriticDecoder(Decoder):
         )
 
     def values(self, hidden: Array) -> Array:
-        """Return the value after each token: hidden states [B, T, D] -> float32 [B, T]."""
+        """Return the value after each token.
+
+        Args:
+            hidden: [B, T, D], after the last norm.
+
+        Returns:
+            float32 [B, T], in units of the return.
+        """
         kernel = self.value_head.kernel[...][:, 0].astype(hidden.dtype)  # [D]
         return jnp.einsum("BTD,D->BT", hidden, kernel, preferred_element_type=jnp.float32)
 
@@ -547,12 +612,27 @@ class Policy:
         self.abstract_trained: Params = added if adapters else self.abstract_params
 
     def merge(self, params: Params) -> Decoder:
-        """Return the decoder with these parameters: all of them, or the base alone."""
+        """Return the decoder with these parameters.
+
+        Args:
+            params: nested parameters: all of them, or the base without adapters.
+
+        Returns:
+            The decoder. It shares the arrays.
+        """
         _, added = split(params)
         return nnx.merge(self.graph if added else self._base_graph, params)
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """Split all parameters into the frozen and the trained ones; no array is copied."""
+        """Split all parameters into the frozen and the trained ones.
+
+        Args:
+            params: all parameters, nested.
+
+        Returns:
+            The frozen parameters, which are {} for a policy without adapters, and the trained ones. No array
+            is copied.
+        """
         if self.adapters:
             return split(params)
         return {}, params

@@ -75,12 +75,26 @@ WEIGHTS: dict[str, Weight] = {
 
 
 def flatten(params: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a nested dict to {dotted path: leaf}."""
+    """Flatten a nested dict.
+
+    Args:
+        params: nested dict whose keys have no dot.
+
+    Returns:
+        {dotted path: leaf}, such as "layers.attn.q.kernel".
+    """
     return flatten_dict(params, sep=".")
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest a dict of {dotted path: leaf}: the inverse of `flatten`."""
+    """Nest a flat dict: the inverse of `flatten`.
+
+    Args:
+        flat: {dotted path: leaf}.
+
+    Returns:
+        A nested dict with the same leaves.
+    """
     return unflatten_dict(dict(flat), sep=".")
 
 
@@ -152,7 +166,14 @@ def shape_problems(
 
 
 def summarise_problems(problems: Sequence[str]) -> str:
-    """Join the first few problems and the count of the rest on one line."""
+    """Join problems on one line, the first MAX_LISTED_PROBLEMS in full.
+
+    Args:
+        problems: phrases, from `shape_problems`.
+
+    Returns:
+        The phrases, and the count of the rest; "" if there is no problem.
+    """
     listed = "; ".join(problems[:MAX_LISTED_PROBLEMS])
     num_more = len(problems) - MAX_LISTED_PROBLEMS
     if num_more > 0:
@@ -182,6 +203,7 @@ def from_hf(
     weight = WEIGHTS[path]
 
     def read_tensor(name: str, inner: Region) -> np.ndarray:
+        """Return a region of a HuggingFace tensor in our layout."""
         if weight.transposed:
             return read(name, inner[::-1]).T
         return read(name, inner)

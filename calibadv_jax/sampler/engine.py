@@ -90,7 +90,15 @@ class DecodeRows:
 
     @classmethod
     def idle(cls, slots: int) -> DecodeRows:
-        """Return NumPy arrays for this number of slots, none of which makes tokens."""
+        """Return rows none of which makes tokens.
+
+        Args:
+            slots: S, number of slots.
+
+        Returns:
+            NumPy arrays [S], which the caller fills in: `remaining` and all other integers are 0,
+            temperatures and top_p are 1.
+        """
         return cls(
             last=np.zeros(slots, np.int32),
             positions=np.zeros(slots, np.int32),
@@ -228,7 +236,7 @@ class CacheEngine:
 
         Returns:
             tokens: int32 [S, decode_chunk]; 0 where a slot made none.
-            logprobs: float32 [S, decode_chunk], log-probabilities in nats.
+            logprobs: float32 [S, decode_chunk], log-probabilities in nats; 0 where a slot made none.
             counts: int32 [S], number of tokens that each slot made.
         """
         widths = self._widths(rows.positions + np.minimum(rows.remaining, self.decode_chunk))
@@ -281,6 +289,7 @@ class CacheEngine:
         decoder = self.policy.merge(params)
 
         def prefill_tile(number: Any, cache: Cache) -> Cache:
+            """Write the keys and values of tile `number` into the cache."""
             positions = tiles.starts[number][..., None] + offsets  # [groups, rows, width]
             valid = offsets < tiles.counts[number][..., None]  # [groups, rows, width]
             slots = None if tiles.slots is None else tiles.slots[number]  # [groups, rows]
@@ -315,11 +324,14 @@ class CacheEngine:
         """
 
         def copy_in_group(cache: Cache, slots: jax.Array, counts: jax.Array) -> Cache:
-            # Of one device's group: leaves [1, L, rows, K, T, H], slots [1, 2, rows], counts [1].
+            """Copy in one device's group: leaves [1, L, rows, K, T, H], slots [1, 2, rows], counts [1]."""
+
             def copy_slot(number: jax.Array, cache: Cache) -> Cache:
+                """Copy one slot; `number` is the index of the copy in the group."""
                 source, target = slots[0, :, number]
 
                 def with_copy(stack: jax.Array) -> jax.Array:
+                    """Return keys or values [1, L, rows, K, T, H] with the copy."""
                     groups, layers, _, kv_heads, _, head_dim = stack.shape
                     sizes = (groups, layers, 1, kv_heads, width, head_dim)
                     columns = jax.lax.dynamic_slice(stack, (0, 0, source, 0, 0, 0), sizes)
@@ -389,12 +401,15 @@ class CacheEngine:
         num_rows = rows.last.shape[0]  # S, or the slots of this device
 
         def is_running(state: _DecodeState) -> jax.Array:
+            """Return whether another token is to be made, bool []."""
             return (state.step < chunk) & jnp.any(state.live)
 
         def by_group(array: jax.Array) -> jax.Array:
-            return array.reshape(-1, self._rows, 1)  # [S] -> [groups, rows, 1]
+            """Reshape an array [S] to [groups, rows, 1]."""
+            return array.reshape(-1, self._rows, 1)
 
         def decode_token(state: _DecodeState) -> _DecodeState:
+            """Make one token in every live row."""
             positions = rows.positions + state.counts
             hidden, cache = append(
                 by_group(state.last), by_group(positions), by_group(state.live), state.cache, None, None

@@ -105,7 +105,7 @@ class JaxSampler(Sampler):
         self._engine.load(published)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, session: str) -> Completion:
-        """Sample a completion.
+        """Sample a completion; an error of the engine or the tokenizer is raised in all waiting calls.
 
         Args:
             token_ids: the context, 1 to `max_length` - 1 tokens.

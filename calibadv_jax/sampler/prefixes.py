@@ -44,7 +44,14 @@ class Wave:
 
     @classmethod
     def empty(cls, groups: int) -> Wave:
-        """Return a wave without work for this number of groups."""
+        """Return a wave without work.
+
+        Args:
+            groups: number of groups of slots.
+
+        Returns:
+            A wave with an empty list of copies and of segments for each group.
+        """
         return cls([[] for _ in range(groups)], [[] for _ in range(groups)])
 
 
@@ -153,7 +160,15 @@ class Prefixes:
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
-    """Return the number of equal tokens with which both lists begin."""
+    """Return the number of equal tokens with which both lists begin.
+
+    Args:
+        left: token ids.
+        right: token ids.
+
+    Returns:
+        A number from 0 to the length of the shorter list.
+    """
     length = min(len(left), len(right))
     if left[:length] == right[:length]:  # the usual case, in one comparison
         return length

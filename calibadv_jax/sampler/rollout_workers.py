@@ -146,7 +146,7 @@ async def ask_label(http: ClientSession, url: str) -> Any:
         The label, as the worker gives it.
 
     Raises:
-        UserError: the server is no vLLM worker of this project.
+        UserError: the server is no vLLM worker of this project, or the address is not a URL.
         Unreachable: it does not answer in time, or says that it cannot serve now.
     """
     try:
@@ -169,6 +169,7 @@ async def ask_alive(http: ClientSession, url: str) -> None:
 
     Raises:
         Unreachable: the server does not answer in time, or its engine is dead.
+        UserError: the address is not a URL.
     """
     try:
         reply = await _get(http, f"{url}/health")

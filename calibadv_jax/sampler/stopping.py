@@ -96,7 +96,14 @@ class StopRule:
         return False
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Decode token ids with every token shown, as the agent loop reads them."""
+        """Decode token ids with every token shown, as the agent loop reads them.
+
+        Args:
+            tokens: token ids; an incomplete character at either end is allowed.
+
+        Returns:
+            The text, special tokens included; REPLACEMENT stands for the part of a character.
+        """
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _first_end_of_text(self, tokens: Sequence[int]) -> int | None:

@@ -18,7 +18,11 @@ LEAST_CPU_TOKENS = 2048
 
 
 def require_vllm() -> None:
-    """Raise UserError if vLLM is not installed."""
+    """Check that vLLM is installed, without importing it.
+
+    Raises:
+        UserError: it is not installed.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "vLLM is not installed: on CUDA pip install 'calibadv-jax[gpu]', for trials on the CPU"

@@ -188,7 +188,11 @@ class VllmSampler:
                 return Completion(tokens, logprobs, "length", tuple(versions))
 
     def release(self, session: str) -> None:
-        """Forget which worker caches the prefix of an ended trajectory; the session may be unknown."""
+        """Forget which worker caches the prefix of an ended trajectory.
+
+        Args:
+            session: name of the trajectory; it may be unknown.
+        """
         self._home.pop(session, None)
 
     async def load(self, version: int, published: Path) -> None:
@@ -244,7 +248,11 @@ class VllmSampler:
         return values
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of lost workers since the program's start, by its name in metrics.jsonl."""
+        """Return the sampler's metrics.
+
+        Returns:
+            ``rollout/workers_lost``: the number of lost workers since the program's start.
+        """
         return {"rollout/workers_lost": float(self.lost_count)}
 
     async def close(self) -> None:
@@ -434,6 +442,7 @@ class VllmSampler:
         http = self._http.get()
 
         async def check_alive() -> None:
+            """Raise Unreachable if the worker is not alive."""
             await ask_alive(http, worker.url)
 
         reply = self._post(worker, route, refusal, headers={"connection": "close"}, **arguments)

@@ -41,6 +41,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
     Returns:
         The options. `extra` holds the words after ``--``, which are passed to vLLM's server.
+
+    Raises:
+        SystemExit: the words are invalid (status 2), or ask for help (status 0).
     """
     parser = argparse.ArgumentParser(
         prog="python -m calibadv_jax.sampler.vllm_worker",
@@ -74,11 +77,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run a rollout worker.
 
+    It writes a UserError to the standard error output.
+
     Args:
         argv: words of the command line; None: those of this process.
 
     Returns:
         The exit status.
+
+    Raises:
+        SystemExit: as `parse` and `serve`.
     """
     arguments = parse(argv)
     try:
@@ -102,7 +110,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     Raises:
         UserError: the server is not ready after its first start, or no port is free.
-        SystemExit: a signal has come, or the parent has ended.
+        SystemExit: SIGTERM has come (status 143), or the parent has ended (status 0).
     """
     port = arguments.port or _free_port(arguments.host)
     command, environment = server_command(arguments, port)

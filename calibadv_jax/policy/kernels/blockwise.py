@@ -55,6 +55,7 @@ def _forward(q: Array, k: Array, v: Array, ends: Array, block: int) -> tuple[Arr
         block_queries = queries[query_block]
 
         def visit(key_block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            """Add a block of keys to the output, the largest score and the sum of the softmax so far."""
             out, largest, total = carry
             scores = visibility.scores(block_queries, keys[key_block], query_block, key_block)
             new_largest = jnp.maximum(largest, scores.max(-1))
@@ -92,6 +93,7 @@ def _backward(block: int, saved: Any, gradient: Array) -> tuple[Array, Array, Ar
         block_out_gradient = out_gradients[query_block]
 
         def visit(key_block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            """Add a block of keys to the gradients of queries, keys and values."""
             q_gradient, k_gradient, v_gradient = carry
             scores = visibility.scores(block_queries, keys[key_block], query_block, key_block)
             weights = jnp.exp(scores - normaliser[query_block][..., None])  # [B, K, G*C, C]
@@ -142,7 +144,16 @@ class _Visibility:
 
     @classmethod
     def of(cls, ends: Array, block: int) -> _Visibility:
-        """Return the visibility of keys with these `ends`, int32 [B, T], in blocks of `block` tokens."""
+        """Return the visibility of keys in blocks.
+
+        Args:
+            ends: int32 [B, T], as in `blockwise_attention`. An entry that is not above its column counts as
+                the column plus 1.
+            block: C, tokens of a block. The last block is filled up with columns that see only themselves.
+
+        Returns:
+            The visibility, with n = ceil(T / C) blocks.
+        """
         batch, length = ends.shape
         padding = -length % block
         columns = jnp.arange(length + padding)
@@ -165,10 +176,14 @@ class _Visibility:
             query_block: int32 [], index of the block of queries.
             visit: returns the new carry, given the index of a block of keys and the carry.
             start: the first carry.
+
+        Returns:
+            The last carry.
         """
         first_query = query_block * self.ends.shape[2]
 
         def visit_if_visible(key_block: Array, carry: Any) -> Any:
+            """Return the new carry, or the old one if no query sees the block of keys."""
             is_visible = self.block_ends[key_block] > first_query
             return jax.lax.cond(is_visible, visit, lambda _, unchanged: unchanged, key_block, carry)
 
@@ -180,6 +195,8 @@ class _Visibility:
         Args:
             queries: [B, K, G*C, H] of the block `query_block`.
             keys: [B, K, C, H] of the block `key_block`.
+            query_block: int32 [], index of the block of queries.
+            key_block: int32 [], index of the block of keys.
 
         Returns:
             float32 [B, K, G*C, C].

@@ -24,9 +24,16 @@ SUM_LAST_AXES = (((1,), (1,)), ((), ()))
 
 
 def inner_product(x: Array, y: Array) -> Array:
-    """Sum x * y over the last axis: [..., D], [..., D] -> [...].
+    """Sum x * y over the last axis.
 
     It is written as a product, since XLA's code for a CPU takes 7 to 18 times as long for `sum`.
+
+    Args:
+        x: [..., D].
+        y: [..., D], of the same shape and dtype.
+
+    Returns:
+        [...] in the arguments' dtype.
     """
     return jnp.einsum("...d,...d->...", x, y, precision=jax.lax.Precision.HIGHEST)
 
@@ -43,8 +50,11 @@ def rows_product(x: Array, weights: Array, dimensions: Any = None, **_: Any) -> 
 
     Args:
         x: [..., D].
-        weights: [D, F].
+        weights: [D, F], in the dtype of `x`.
         dimensions: ignored; the last axis of x and the first one of the weights are summed.
+
+    Returns:
+        [..., F] in the dtype of `x`. Further keyword arguments of `jax.lax.dot_general` are ignored.
     """
     tokens = x.reshape(-1, x.shape[-1])  # [T, D]
     product = _product(tokens, weights)  # [T, F]
@@ -77,7 +87,18 @@ class RMSNorm(nnx.RMSNorm):
     """Flax's RMS norm over the last axis, with the same parameter and values."""
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """Return x / sqrt(mean(x²) + epsilon) * scale, [..., D] in the compute dtype; without a mask."""
+        """Return x / sqrt(mean(x²) + epsilon) * scale.
+
+        Args:
+            x: [..., D].
+            mask: not supported; None.
+
+        Returns:
+            [..., D] in the compute dtype; the mean is computed in float32.
+
+        Raises:
+            AssertionError: if there is a mask.
+        """
         assert mask is None
         assert self.scale is not None
         x, scale = self.promote_dtype((x, self.scale[...]), dtype=self.dtype)
@@ -117,7 +138,15 @@ _normalise.defvjp(_norm_forward, _norm_backward)
 
 @jax.custom_vjp
 def gated(gate: Array, up: Array) -> Array:
-    """Return silu(gate) * up, all of one shape and dtype."""
+    """Return silu(gate) * up.
+
+    Args:
+        gate: [..., F].
+        up: [..., F], of the same shape and dtype.
+
+    Returns:
+        [..., F] in the arguments' dtype.
+    """
     return jax.nn.silu(gate) * up
 
 

@@ -71,7 +71,7 @@ def triton_attention(q: Array, k: Array, v: Array, segment_ids: Array, interpret
         interpret: run the kernel's operations one by one, on any device.
 
     Returns:
-        [B, T, N, H].
+        [B, T, N, H] in the dtype of `q`.
     """
     length, num_heads, head_dim = q.shape[1:]
     padded_length = _round_up(length, TRITON_BLOCK)
