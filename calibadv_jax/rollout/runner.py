@@ -29,7 +29,7 @@ def wait_for_any(futures: Collection[Future[Any]]) -> object:
         futures: futures of any results. Without any, the function returns at once.
 
     Returns:
-        The result of `concurrent.futures.wait`, which callers do not need.
+        The futures that are done and those that are not; callers do not need them.
     """
     return wait(futures, return_when=FIRST_COMPLETED)
 
