@@ -79,6 +79,9 @@ def scored_group(group: Group) -> ScoredGroup:
     Args:
         group: a group with a trajectory or more.
 
+    Returns:
+        The group's scores and lengths, in the order of its trajectories.
+
     Raises:
         ValueError: if a score is not finite.
     """
@@ -101,6 +104,12 @@ def is_tied(values: np.ndarray) -> bool:
 
     Ties are recognised by this function, since the rounded mean of equal values may differ from them by one
     unit in the last place.
+
+    Args:
+        values: float64 [n]; n may be 0.
+
+    Returns:
+        False for a single value, and for none.
     """
     return len(values) > 1 and bool(values.min() == values.max())
 
@@ -155,12 +164,24 @@ def whiten(values: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> list[n
 
 
 def no_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
-    """Return the scores as they are: s."""
+    """Return the scores as they are: s.
+
+    Args:
+        group: the group.
+        config: not read.
+
+    Returns:
+        float64 [G]; the group's own array, not a copy.
+    """
     return group.scores
 
 
 def group_mean_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Return s - mean of the group's scores.
+
+    Args:
+        group: the group.
+        config: not read.
 
     Returns:
         float64 [G]; exactly 0 for equal scores, the score itself in a group of one.
@@ -172,8 +193,12 @@ def group_mean_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarr
 def leave_one_out_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Return s - mean of the scores of the group's other trajectories, which is (s - mean) G / (G - 1).
 
+    Args:
+        group: the group.
+        config: not read.
+
     Returns:
-        float64 [G]; the score itself in a group of one.
+        float64 [G]; exactly 0 for equal scores, the score itself in a group of one.
     """
     size = len(group.scores)
     factor = size / (size - 1) if size > 1 else 1.0
@@ -183,8 +208,13 @@ def leave_one_out_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.nd
 def length_weighted_mean_baseline(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Return s - Σ n s / Σ n, where n is a trajectory's number of sampled tokens.
 
+    Args:
+        group: the group, with the number of sampled tokens of each trajectory.
+        config: not read.
+
     Returns:
-        float64 [G]; the score itself in a group of one, 0 if no token was sampled.
+        float64 [G]; the score itself in a group of one. In other groups exactly 0 for equal scores, and 0 if
+        no token was sampled.
     """
     if len(group.scores) == 1:
         return group.scores
@@ -197,8 +227,12 @@ def length_weighted_mean_baseline(group: ScoredGroup, config: AdvantageConfig) -
 def best_minus_second(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Return the best score less the second best for the best trajectory, and 0 for the others.
 
+    Args:
+        group: the group.
+        config: not read.
+
     Returns:
-        float64 [G]; 0 in a group of one.
+        float64 [G]; 0 in a group of one, and if several trajectories share the best score.
     """
     advantages = np.zeros(len(group.scores))
     if len(group.scores) > 1:
@@ -213,8 +247,12 @@ def near_misses_as_wrong(group: ScoredGroup, config: AdvantageConfig) -> np.ndar
     A near miss scores less than the group's mean, and at least `advantage.score_threshold` of the largest
     answer reward. The mean is that of the true scores.
 
+    Args:
+        group: the group.
+        config: the section `advantage`; `score_threshold` is read.
+
     Returns:
-        float64 [G].
+        float64 [G]; -mean for a near miss. A group of one keeps its score.
     """
     centred = group_mean_baseline(group, config)
     mean, _ = mean_and_std(group.scores)
@@ -224,8 +262,12 @@ def near_misses_as_wrong(group: ScoredGroup, config: AdvantageConfig) -> np.ndar
 def near_misses_as_mean(group: ScoredGroup, config: AdvantageConfig) -> np.ndarray:
     """Return s - mean, where the near misses of `near_misses_as_wrong` get 0.
 
+    Args:
+        group: the group.
+        config: the section `advantage`; `score_threshold` is read.
+
     Returns:
-        float64 [G].
+        float64 [G]; 0 for a near miss. A group of one keeps its score.
     """
     centred = group_mean_baseline(group, config)
     return np.where(_is_near_miss(group, centred, config), 0.0, centred)
@@ -252,7 +294,7 @@ def normalize_by_std(
             group's scores or that of all scores of the step.
 
     Returns:
-        For each group float64 [G].
+        For each group float64 [G]; 0 stays 0, so tied groups get 0.
     """
     if not config.normalize_std:
         return centred
@@ -272,8 +314,13 @@ def divide_by_nonzero_share(
 ) -> GroupValues:
     """Divide by the share of the step's trajectories whose score is not 0.
 
+    Args:
+        groups: the groups of the step, one or more.
+        centred: for each group float64 [G], scores less a baseline.
+        config: not read.
+
     Returns:
-        For each group float64 [G].
+        For each group float64 [G]. If all scores are 0, the values are multiplied by the number of scores.
     """
     scores = np.concatenate([group.scores for group in groups])
     num_nonzero = int(np.count_nonzero(scores))
@@ -285,6 +332,11 @@ def whiten_over_tokens(
     groups: Sequence[ScoredGroup], centred: GroupValues, config: AdvantageConfig
 ) -> GroupValues:
     """Whiten over the sampled tokens of the step: a trajectory counts as often as it has such tokens.
+
+    Args:
+        groups: the groups of the step, with the number of sampled tokens of each trajectory.
+        centred: for each group float64 [G], scores less a baseline.
+        config: not read.
 
     Returns:
         For each group float64 [G], see `whiten`.

@@ -124,6 +124,9 @@ def judge(credit: GroupCredit, config: AdvantageConfig) -> GroupCredit:
 
     Returns:
         Credit with `silver`, `correctness`, `repeated` and `found_silver`.
+
+    Raises:
+        ValueError: if `config.correctness` is unknown.
     """
     silver = silver_documents(credit.group, config.silver_threshold)
     correctness = []
@@ -185,6 +188,9 @@ def judge_turns(trajectory: Trajectory, silver: Mapping[str, float], how: str) -
 
     Returns:
         K judgements; that of a turn without an action is empty.
+
+    Raises:
+        ValueError: if `how` is another word.
     """
     judgements = [Judgement() for _ in trajectory.turns]
     if not silver or not trajectory.format_valid:
@@ -240,12 +246,15 @@ def _repeated(turn: Turn, earlier: Sequence[Turn]) -> str | None:
 def is_repetition(words: Sequence[str], earlier: Sequence[str]) -> bool:
     """Return whether one text repeats another one.
 
-    It does if 1 - edit distance / length of the longer text > 0.5, where both are counted in words. Two empty
-    texts are no repetition.
+    It does if 1 - edit distance / length of the longer text > 0.5, where both are counted in words. The order
+    of the two texts does not matter.
 
     Args:
-        words: the words of one text.
-        earlier: the words of the other one.
+        words: the words of one text; may be empty.
+        earlier: the words of the other one; may be empty.
+
+    Returns:
+        False for two empty texts.
     """
     longer = max(len(words), len(earlier))
     largest_distance = (longer - 1) // 2  # the largest integer below half of the longer length
@@ -388,6 +397,9 @@ def variant_keys(settings: Mapping[str, Any]) -> list[str]:
 
     Args:
         settings: the section's keys and values. A missing key counts as having the paper's value.
+
+    Returns:
+        The keys, with "adjust" last if its value is "clip"; an empty list for the paper's rule.
     """
     keys = []
     for key, value in _PAPER_SETTINGS.items():
@@ -400,6 +412,9 @@ def variant_keys(settings: Mapping[str, Any]) -> list[str]:
 
 def describe_calibration(config: AdvantageConfig) -> list[str]:
     """Describe the two switches of the calibration and the keys that they read.
+
+    Args:
+        config: the section `advantage`.
 
     Returns:
         One line for the soft penalty and one for the rebalance.

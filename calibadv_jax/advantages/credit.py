@@ -132,8 +132,11 @@ def _values(advantage: float | np.ndarray | ByToken) -> np.ndarray:
 def last_sampled_turn(trajectory: Trajectory) -> int | None:
     """Return the index of CalibAdv's answer turn: the last turn with sampled tokens, whatever its kind.
 
+    Args:
+        trajectory: a trajectory, whose turns may have no sampled tokens.
+
     Returns:
-        The index, or None if no token of the trajectory was sampled.
+        The index into `trajectory.turns`, or None if no token of the trajectory was sampled.
     """
     return last_non_empty([turn.token_ids for turn in trajectory.turns])
 
@@ -142,7 +145,7 @@ def last_non_empty(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | Non
     """Return the index of the last entry that is not empty.
 
     Args:
-        token_ids: the sampled tokens of each turn.
+        token_ids: the sampled tokens of each turn: K lists, or K arrays int32 [N].
 
     Returns:
         The index, or None if all entries are empty.
@@ -156,8 +159,11 @@ def last_non_empty(token_ids: Sequence[Sequence[int] | np.ndarray]) -> int | Non
 def sampled_turns(trajectory: Trajectory) -> list[Turn]:
     """Return the turns up to and including the last sampled one.
 
+    Args:
+        trajectory: a trajectory, whose turns may have no sampled tokens.
+
     Returns:
-        The turns, in order; an empty list if no token of the trajectory was sampled.
+        The turns themselves, in order; an empty list if no token of the trajectory was sampled.
     """
     last = last_sampled_turn(trajectory)
     if last is None:
@@ -168,8 +174,11 @@ def sampled_turns(trajectory: Trajectory) -> list[Turn]:
 def search_turns(trajectory: Trajectory) -> list[int]:
     """Return the indices of the searches, and of other actions, before the last sampled turn.
 
+    Args:
+        trajectory: a trajectory, whose turns may have no sampled tokens.
+
     Returns:
-        Indices into `trajectory.turns`, ascending.
+        Indices into `trajectory.turns`, ascending; empty if there is no such turn.
     """
     last = last_sampled_turn(trajectory)
     if last is None:
@@ -182,6 +191,9 @@ def search_turns(trajectory: Trajectory) -> list[int]:
 
 def broadcast_to_tokens(credit: GroupCredit) -> list[np.ndarray]:
     """Expand the credit of turns to the tokens of each trajectory.
+
+    Args:
+        credit: the credit of a group.
 
     Returns:
         For each trajectory float32 [T], parallel to its `response_ids`; 0 on observation tokens.
@@ -209,6 +221,10 @@ def answer_turn_sums(group: Group, advantages: Sequence[float]) -> tuple[float, 
     Args:
         group: a group of G trajectories.
         advantages: G numbers, the advantage of each trajectory's last sampled turn.
+
+    Returns:
+        Sum of the positive products advantage × tokens, and magnitude of the sum of the negative ones. A
+        trajectory without a sampled token does not count.
     """
     token_sums = []
     for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
@@ -223,6 +239,12 @@ def positive_negative_sums(values: Sequence[float]) -> tuple[float, float]:
     """Return the sum of the positive values and the magnitude of the sum of the negative ones.
 
     Each sum is exact to one rounding, so the order of the values does not matter.
+
+    Args:
+        values: finite numbers; may be empty.
+
+    Returns:
+        Two numbers, each 0 or more. Without negative values the second may be -0.0.
     """
     positive = math.fsum(value for value in values if value > 0)
     negative = -math.fsum(value for value in values if value < 0)

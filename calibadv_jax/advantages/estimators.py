@@ -74,7 +74,14 @@ class Estimator:
         )
 
     def formula(self, config: AdvantageConfig) -> str:
-        """Return the right side of "advantage = " with the settings of the section `advantage`."""
+        """Return the right side of "advantage = " with the settings of the section `advantage`.
+
+        Args:
+            config: the section `advantage`; the template names the keys that are read.
+
+        Returns:
+            The formula in one line.
+        """
         scaled = self.centred
         if config.normalize_std:
             std = "std" if config.std_over == "group" else "std of the step's scores"
@@ -86,6 +93,7 @@ def _optional(name: str) -> EstimateFunction:
     """Return an estimator of `contrib.turn_estimators`, a module that its first call imports."""
 
     def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
+        """Import the estimator, and compute its advantages."""
         function = getattr(load_optional("turn_estimators"), name)
         return function(groups, config)
 
@@ -174,6 +182,13 @@ ESTIMATORS = {
 
 def find_estimator(config: AdvantageConfig) -> Estimator:
     """Return the estimator that the section `advantage` names: a registered one, or a user's own function.
+
+    Args:
+        config: the section `advantage`. With CalibAdv `base` names the estimator, otherwise `name`.
+
+    Returns:
+        An entry of ESTIMATORS, or a new one for the user's function, which the first line of its docstring
+        describes.
 
     Raises:
         UserError: if the user's function cannot be imported, or does not take groups and config.

@@ -85,8 +85,11 @@ def gae_and_returns(trajectory: Trajectory, config: AdvantageConfig) -> tuple[np
 def critic_values(trajectory: Trajectory) -> np.ndarray:
     """Return the critic's value before each sampled token of a trajectory.
 
+    Args:
+        trajectory: a trajectory with n sampled tokens, whose turns have `values`.
+
     Returns:
-        float32 [n].
+        float32 [n]; empty for a trajectory without turns.
 
     Raises:
         UserError: if a turn has no values.
@@ -106,11 +109,11 @@ def gae_advantages(rewards: np.ndarray, values: np.ndarray, discount: float, dec
     Args:
         rewards: float64 [n], the reward after each sampled token.
         values: float64 [n], the critic's value before each sampled token.
-        discount: γ.
-        decay: λ.
+        discount: γ, in (0, 1].
+        decay: λ, in [0, 1].
 
     Returns:
-        float64 [n].
+        float64 [n], A_t for each sampled token, not whitened.
     """
     advantages = np.zeros(len(values))
     next_advantage = 0.0

@@ -39,7 +39,7 @@ def discounted_returns(rewards: np.ndarray, discount: float) -> np.ndarray:
     """Return each turn's reward plus the discounted rewards of the turns after it.
 
     Args:
-        rewards: [n], the reward of each turn.
+        rewards: numbers [n], the reward of each turn; n may be 0.
         discount: γ, in (0, 1].
 
     Returns:
@@ -103,6 +103,9 @@ def add_to_grpo(groups: Sequence[Group], config: AdvantageConfig, turn_rewards: 
 
     Returns:
         For each group and trajectory float64 [K], one advantage for each turn.
+
+    Raises:
+        ValueError: if a score is not finite.
     """
     estimate = []
     for group, group_advantages in zip(groups, grpo(groups, config), strict=True):
@@ -129,8 +132,15 @@ def gigpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
 
     arXiv 2505.10978. All first turns are compared with each other.
 
+    Args:
+        groups: the scored groups of the step, each with a trajectory or more.
+        config: the section `advantage`; `turn_weight`, `discount`, `normalize_std` and `std_over` are read.
+
     Returns:
-        For each group and trajectory float64 [K].
+        For each group and trajectory float64 [K], one advantage for each turn.
+
+    Raises:
+        ValueError: if a score is not finite.
     """
     return add_to_grpo(groups, config, _gigpo_rewards)
 
@@ -163,8 +173,15 @@ def mt_grpo(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
 
     arXiv 2505.11821. Turns of the same number are compared; the last sampled turn keeps G.
 
+    Args:
+        groups: the scored groups of the step, each with a trajectory or more.
+        config: the section `advantage`; `turn_weight`, `normalize_std` and `std_over` are read.
+
     Returns:
-        For each group and trajectory float64 [K].
+        For each group and trajectory float64 [K], one advantage for each turn.
+
+    Raises:
+        ValueError: if a score is not finite.
     """
     return add_to_grpo(groups, config, _mt_grpo_rewards)
 
@@ -188,8 +205,16 @@ def stepsearch(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
     `supporting_ids`, or else the silver documents) that the turn shows first. Redundancy: the share of the
     turn's documents that an earlier turn showed. The last sampled turn keeps G.
 
+    Args:
+        groups: the scored groups of the step, each with a trajectory or more.
+        config: the section `advantage`; `turn_weight`, `discount`, `silver_threshold`, `normalize_std` and
+            `std_over` are read.
+
     Returns:
-        For each group and trajectory float64 [K].
+        For each group and trajectory float64 [K], one advantage for each turn.
+
+    Raises:
+        ValueError: if a score is not finite.
     """
     return add_to_grpo(groups, config, _stepsearch_rewards)
 
@@ -218,8 +243,16 @@ def querygroup(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
     those of the judged searches of the group; a search that is judged alone has mean 0 and std 1. By
     CalibAdv's authors (github.com/wujwyi/CalibAdv, `segment_adv_type: querygroup`).
 
+    Args:
+        groups: the scored groups of the step, each with a trajectory or more.
+        config: the section `advantage`; `silver_threshold`, `correctness`, `normalize_std` and `std_over` are
+            read. `normalize_std` false affects G only.
+
     Returns:
-        For each group and trajectory float64 [K].
+        For each group and trajectory float64 [K], one advantage for each turn.
+
+    Raises:
+        ValueError: if a score is not finite.
     """
     estimate = []
     for group, group_advantages in zip(groups, grpo(groups, config), strict=True):

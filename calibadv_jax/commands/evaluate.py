@@ -55,6 +55,9 @@ Request = tuple[float, Question]  # temperature and question
 def run(config: Config) -> None:
     """Evaluate the configured policy, print a table and write the report.
 
+    Args:
+        config: The config of the command.
+
     Raises:
         UserError: As `evaluate_policy`, or there is no policy.
     """
@@ -75,6 +78,12 @@ def run(config: Config) -> None:
 
 def choose_policy(config: Config) -> PolicySource:
     """Return evaluate.policy, else the newest checkpoint of run.dir, else policy.path.
+
+    Args:
+        config: The config of the evaluation.
+
+    Returns:
+        The policy on disk. A repository of HuggingFace's hub has been fetched.
 
     Raises:
         UserError: There is none of them, or it cannot be fetched.
@@ -117,7 +126,18 @@ def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -
 
 
 def validation_questions(config: Config, tokenizer: Any) -> tuple[list[Question], str]:
-    """Return the questions of `validate`, as `evaluation_questions`."""
+    """Return the questions of `validate`, at most evaluate.sample_size of them.
+
+    Args:
+        config: The run's config. The prompt is the agent's, whatever evaluate.method is.
+        tokenizer: The policy's tokenizer.
+
+    Returns:
+        The questions, and a warning of the chosen ones that do not fit ("" if all fit).
+
+    Raises:
+        UserError: As `evaluation_questions`.
+    """
     return evaluation_questions(_with_agent(config), tokenizer, config.evaluate.sample_size)
 
 
@@ -235,6 +255,7 @@ def _answer_missing(
         rollouts_progress = rollouts.progress(of_evaluation=True)
 
         def progress() -> tuple[int, int, str]:
+            """Return the numbers of answered and of missing questions, and the rates."""
             _, _, detail = rollouts_progress()
             return num_done, len(missing), detail
 
@@ -244,6 +265,7 @@ def _answer_missing(
         rollouts.context = replace(rollouts.context, retriever=retriever)
 
         def add(row: ScoredRow) -> None:
+            """Write a row and count it."""
             nonlocal num_done
             file.add(row | {"retriever": service})
             num_done += 1
@@ -295,10 +317,10 @@ def answer(
         config: A config that `method_config` has returned.
         rollouts: The agent loop.
         questions: The questions.
-        temperature: Of the sampler; 0: the most probable tokens.
-        samples: Trajectories for each question.
-        add: Gets the row of each question, on the thread of the rollouts.
-        evaluation: The identity of the evaluation, for the rows.
+        temperature: Sampling temperature; 0: greedy.
+        samples: Number of trajectories for each question.
+        add: Called with the row of each question when it is answered, on the thread of the rollouts.
+        evaluation: The identity of the evaluation, for the rows; "" for rows that are not kept.
 
     Raises:
         UserError: Too many trajectories have failed.
@@ -310,6 +332,7 @@ def answer(
     originals = {id(prompt): question for prompt, question in zip(prompted, questions, strict=True)}
 
     def complete(group: Group) -> None:
+        """Score a complete group, and pass on its row."""
         scored = [score_trajectory(trajectory, config.reward) for trajectory in group.trajectories]
         if METHODS[method].template is not None:
             scored = [
@@ -331,6 +354,7 @@ def _with_retrieved_passages(rollouts: Rollouts, questions: Sequence[Question]) 
     context = rollouts.context
 
     def fits(question: Question) -> bool:
+        """Return whether the prompt of a question with passages fits."""
         longest = context.rollout.max_prompt_length
         return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
 

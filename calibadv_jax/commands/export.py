@@ -197,6 +197,9 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
         source: The exported policy.
         trained: The training's config as nested values.
         adapter: Whether only the adapters are written; the card then says how the base is loaded.
+
+    Returns:
+        Markdown. It holds the scores of evaluate.output if they are those of this policy.
     """
     policy = describe_policy(source)
     front = _front_matter(trained, adapter)

@@ -83,6 +83,9 @@ FREE = (
 def run(config: Config) -> None:
     """Train every phase in order, or continue, then write the policy to `sft.output`.
 
+    Args:
+        config: The config of the command.
+
     Raises:
         UserError: Bad input, files that another process writes, or the training diverged.
     """
@@ -114,6 +117,7 @@ def _run(config: Config, console: Console) -> None:
     identity = cold_start_identity(config, model, training, adapter_base(config, model, sft.init_from))
 
     def initial() -> Params:
+        """Return the parameters to begin with."""
         return initial_params(config, model, sft.init_from)
 
     stop = Stop(
@@ -212,10 +216,13 @@ def count_updates(
 
     Args:
         config: The config of the cold start.
-        phase: The phase.
+        phase: The phase. With epochs, its demonstrations are packed here to count the updates.
         demonstrations: The training demonstrations; empty with a generator.
         tokenizer: The policy's tokenizer.
         seed: Seed of the demonstrations' order.
+
+    Returns:
+        The number; DEFAULT_STEPS if the phase gives neither epochs nor steps.
 
     Raises:
         UserError: The phase gives epochs, but its generator has no end.
@@ -422,6 +429,9 @@ def encode_demonstration(
 
     Returns:
         Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
+
+    Raises:
+        UserError: As `open_prompt`, or rollout.max_observation_length is too small for the tags.
     """
     actions = make_actions(config)
     grammar = grammar_of(actions)
@@ -464,7 +474,19 @@ def _observation_body(turn: DemoTurn, action: Action | None, tokenizer: Any, gra
 
 
 def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
-    """Return the number of tokens of a demonstration, prompt and observations included."""
+    """Return the number of tokens of a demonstration, prompt and observations included.
+
+    Args:
+        demonstration: The question and the turns.
+        config: The config; its actions and its prompt decide the text around the turns.
+        tokenizer: The policy's tokenizer.
+
+    Returns:
+        The number of tokens, T of `encode_demonstration`.
+
+    Raises:
+        UserError: As `encode_demonstration`.
+    """
     return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
 
 
@@ -518,7 +540,17 @@ class ColdStart:
             console.note(f"going on from update {newest}")
 
     def updated(self, state: State) -> None:
-        """Take the state after one more update, and save it if a checkpoint is due."""
+        """Take the state after one more update, and save it if a checkpoint is due.
+
+        It is due after every sft.checkpoint_every updates, and if the newest checkpoint is older than
+        MAX_UNSAVED_SECONDS. With sft.checkpoint_every 0 none is saved here.
+
+        Args:
+            state: The train state after the update. It is kept, and may be donated to the next update.
+
+        Raises:
+            UserError: The checkpoint cannot be written.
+        """
         self.state = state
         self.step += 1
         if not self.every:

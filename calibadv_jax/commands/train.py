@@ -133,6 +133,7 @@ def _opened_rollouts(
     folder = Path(config.run.dir)
 
     def check(description: Mapping[str, Any]) -> None:
+        """Check in process 0 that the run still has the same retrieval service."""
         if process_group.is_main:
             check_service(config, folder, description)
 
@@ -167,6 +168,7 @@ def _prepare(
     check_processes_agree(config, model, fitting, process_group)
 
     def enter_folder() -> bool:
+        """Enter the run's folder, and return a value that processes can exchange."""
         return bool(enter_run_folder(kept, model, fitting, console.say, mirror))
 
     process_group.run_on_main_and_broadcast("run folder", enter_folder)
@@ -176,7 +178,10 @@ def _prepare(
 def _fitting_questions(
     config: Config, model: Model, questions: list[Question], console: Console
 ) -> tuple[list[Question], int]:
-    """Return the questions whose prompts fit, and the number of the others; warn of both files' others."""
+    """Return the training questions whose prompts fit, and the number of the others.
+
+    Warn of the prompts that do not fit, and of those of the validation questions if the run has any.
+    """
     longest = config.rollout.max_prompt_length
     lengths = prompt_lengths(questions, model.tokenizer, config.prompt, longest, make_actions(config))
     fitting, warning = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
@@ -286,7 +291,15 @@ class Step:
         return self._live(label, "microbatches", self.state.trainer.progress, part)
 
     def take_groups(self) -> list[Group]:
-        """Return the oldest complete groups of the stream."""
+        """Wait for the oldest complete groups of the stream, and count their searches and tokens.
+
+        Returns:
+            The groups, rollout.questions_per_step of them, not scored yet. All processes get the same groups.
+
+        Raises:
+            EnvironmentFailure: Too many trajectories have failed.
+            UserError: The error of a rollout, in this process or in another one.
+        """
         stream = self.state.stream
         progress = self.state.rollouts.progress()
         with (
@@ -304,7 +317,15 @@ class Step:
         return groups
 
     def probe(self, groups: list[Group]) -> list[Group]:
-        """Add the golden answers' log-probabilities and the critic's values, if the estimator needs them."""
+        """Add the golden answers' log-probabilities and the critic's values, if the estimator needs them.
+
+        Args:
+            groups: The groups of the step.
+
+        Returns:
+            Copies of the groups whose turns have `golden_logprobs` (nats) or `values` (float32 [N], for the N
+            sampled tokens of the turn). If nothing is needed, the groups themselves.
+        """
         trainer = self.state.trainer
         if self.config.advantage.probed:
             with self._show_microbatches("golden answers", "probe"):
@@ -315,13 +336,34 @@ class Step:
         return groups
 
     def score(self, groups: list[Group]) -> list[Group]:
-        """Return copies of the groups whose trajectories have their scores."""
+        """Return copies of the groups whose trajectories have their scores.
+
+        Args:
+            groups: The groups of the step.
+
+        Returns:
+            The copies, with the groups and the trajectories in the same order.
+
+        Raises:
+            UserError: A user's own reward function has failed, or a verdict of the judge is missing.
+        """
         with self._live("rewards", part="advantage"):
             rng = random_state(self.state.seed, self._steps_before, "reward")
             return score_groups(groups, self.config.reward, rng)
 
     def assign_credit(self, groups: list[Group], num_overlong: int) -> AdvantageResult:
-        """Return the advantages of the scored groups."""
+        """Return the advantages of the scored groups, and begin the step's row of metrics.
+
+        Args:
+            groups: The scored groups of the step.
+            num_overlong: Number of questions whose prompts are too long, for the metrics.
+
+        Returns:
+            The advantages by token and by turn, and their metrics.
+
+        Raises:
+            UserError: A user's own estimator has failed, or a trajectory lacks what the estimator needs.
+        """
         with self._live("advantages", part="advantage"):
             advantages = compute_advantages(groups, self.config.advantage)
         probe_metrics = self.row
@@ -334,7 +376,19 @@ class Step:
         return advantages
 
     def train(self, groups: list[Group], advantages: AdvantageResult) -> UpdateResult:
-        """Train the policy, and with PPO the critic. From here on the step counts as trained."""
+        """Train the policy, and with PPO the critic. From here on the step counts as trained.
+
+        Args:
+            groups: The scored groups of the step.
+            advantages: The result of `assign_credit` for these groups.
+
+        Returns:
+            The new train state, the metrics, the log-probabilities before the first update, and the number of
+            tokens.
+
+        Raises:
+            UserError: The processes of the run have different batches.
+        """
         label = "update, compiling" if self._compiles else "update"
         with self._show_microbatches(label, "update"):
             result = self.state.train_on(groups, advantages)
@@ -345,25 +399,47 @@ class Step:
     def keep_trajectories(
         self, record: RolloutWriter, groups: list[Group], advantages: AdvantageResult, result: UpdateResult
     ) -> None:
-        """Write the trajectories with their credit to the run's folder, if log.rollouts keeps them."""
+        """Write the trajectories with their credit to the run's folder, if log.rollouts keeps them.
+
+        Args:
+            record: The writer of trajectories.
+            groups: The scored groups of the step.
+            advantages: The result of `assign_credit` for these groups.
+            result: The result of `train` for these groups.
+
+        Raises:
+            OSError: The file cannot be written, for example because the disk is full.
+        """
         state = self.state
         with self._live("keeping the trajectories", part="record"):
             metrics = record.write(state.step, groups, advantages.credits, result.logprobs, state.seed)
         self.row.update(metrics)
 
     def check_guards(self) -> Verdict:
-        """Return the guards' verdict on the metrics so far."""
+        """Return the guards' verdict on the metrics so far.
+
+        Returns:
+            What the run must do, and the guards' metrics, which are also added to the step's row.
+        """
         verdict = self.state.guards.check(self.state.step, self.row)
         self.row.update(verdict.metrics)
         return verdict
 
     def publish(self) -> None:
-        """Hand the new policy to the samplers."""
+        """Hand the new policy to the samplers.
+
+        Raises:
+            UserError: A sampler refuses the policy.
+        """
         with self._live("publishing the policy", part="publish"):
             self.row.update(self.state.publish())
 
     def evaluate(self) -> None:
-        """Score the held-out questions after every `evaluate.every` steps."""
+        """Score the held-out questions after every `evaluate.every` steps; 0: never.
+
+        Raises:
+            UserError: Too many trajectories have failed.
+        """
         every = self.config.evaluate.every
         if not every or self.state.step % every:
             return
@@ -372,6 +448,7 @@ class Step:
         rollouts = self.state.rollouts
 
         def scores() -> dict[str, float]:
+            """Evaluate the policy, and return the scores by the names of their metrics."""
             return report_metrics(validate(self.config, rollouts))
 
         with self._live("evaluation", "trajectories", rollouts.progress(of_evaluation=True), "evaluate"):
@@ -382,6 +459,13 @@ def save_or_roll_back(
     verdict: Verdict, state: RunState, writer: MetricsWriter, record: RolloutWriter, stop: Stop
 ) -> None:
     """Save the step if a checkpoint is due; instead end the run or roll back if a guard asks for it.
+
+    Args:
+        verdict: The guards' verdict on the newest step.
+        state: The run, at its newest step. A rollback returns it to the step of a checkpoint.
+        writer: The writer of metrics; a rollback removes the rows after that step.
+        record: The writer of trajectories; a rollback removes the files after that step.
+        stop: Handles signals, which wait until the step is saved or rolled back.
 
     Raises:
         UserError: A guard stops the run, or there is no checkpoint to return to, or none can be written.
@@ -404,6 +488,15 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
     """Open the writers of trajectories and metrics for the steps that follow.
 
     Processes other than the first write to a temporary folder, which is removed at the end.
+
+    Args:
+        state: The run; its newest step is the last one before the first that is written.
+
+    Yields:
+        The writer of trajectories and the writer of metrics, which is closed at the end of the block.
+
+    Raises:
+        UserError: A backend of log.backends cannot be opened.
     """
     config = state.config
     folder = state.folder

@@ -30,12 +30,18 @@ class AllGather:
         self._next_call = 0  # number of the next call, the same in all processes
 
     def __call__(self, value: Any, check: Callable[[], object]) -> list[Any]:
-        """Return the values of all processes, in the order of their numbers.
+        """Return the values of all processes.
 
         Args:
             value: Value of this process; see `serialization.to_bytes`.
             check: Called whenever another process has been missing for POLL_MILLISECONDS. An error that it
                 raises ends the wait.
+
+        Returns:
+            One value for each process, in the order of their numbers.
+
+        Raises:
+            jax.errors.JaxRuntimeError: The coordination service cannot be reached: process 0 has ended.
         """
         call = self._next_call
         self._next_call += 1

@@ -56,12 +56,18 @@ class Rendezvous:
 def init_distributed(config: Config) -> Iterator[ProcessGroup]:
     """Join the processes of a run for the time of the block, by the section `distributed`.
 
+    Args:
+        config: The config of the run. Where `distributed` leaves a key empty, the environment variable in
+            KEYS is read.
+
     Yields:
         The process group: for a run with one process, `ProcessGroup` itself.
 
     Raises:
-        UserError: The section is incomplete, a process is missing, or the processes have different configs or
-            numbers of devices.
+        UserError: The section is incomplete, the processes have different configs or numbers of devices, or
+            the config does not suit several processes.
+        EnvironmentFailure: A process is missing, or the port cannot be opened.
+        SystemExit: A signal came while the processes were waiting for each other.
     """
     rendezvous = _read_rendezvous(config.distributed)
     timeout = config.distributed.timeout
@@ -103,6 +109,12 @@ def require_single_process(config: DistributedConfig, command: str) -> None:
 
 def describe_processes(config: Config) -> list[str]:
     """Return a line on how many processes train; no line for one process.
+
+    Args:
+        config: The config of the run.
+
+    Returns:
+        One line, or no line.
 
     Raises:
         UserError: The section `distributed` is incomplete, or there are too few vLLM workers.

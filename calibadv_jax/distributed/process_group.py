@@ -67,22 +67,34 @@ class ProcessGroup:
         return self.process_index == 0
 
     def all_gather(self, name: str, value: T) -> list[T]:
-        """Return the values of all processes, in the order of their numbers. Every call is a barrier.
+        """Return the values of all processes. Every call is a barrier.
 
         Args:
             name: Name of the barrier in messages. All processes must call the barriers in the same order.
             value: Value of this process; see `serialization.to_bytes`.
 
+        Returns:
+            One value for each process, in the order of their numbers.
+
         Raises:
             UserError: Another process stops here with an error (EnvironmentFailure unless its input was bad).
             SystemExit: Another process, or this one, stops here after a signal.
+            RuntimeError: Another process is at another barrier, which is an error in the program.
         """
         return [value]
 
     def run_on_main_and_broadcast(self, name: str, work: Callable[[], T]) -> T:
         """Do `work` in process 0 only, and return its result in all processes.
 
-        Raises the error of `work`, and the errors of `all_gather`.
+        Args:
+            name: Name of the barrier in messages.
+            work: Called without arguments in process 0. A signal ends it at once.
+
+        Returns:
+            The result of `work`, which must be a value as for `all_gather`.
+
+        Raises:
+            Exception: In process 0 the error of `work`. The other processes get the errors of `all_gather`.
         """
         return work()
 
@@ -90,24 +102,56 @@ class ProcessGroup:
         """Note that an operation of all processes has failed in this process: see `can_save_together`."""
 
     def save_barrier(self) -> SaveBarrier | None:
-        """Return a new barrier for the threads that save checkpoints; None for a single process."""
+        """Return a new barrier for the threads that save checkpoints.
+
+        Returns:
+            A barrier for one `CheckpointStore`; None for a single process, where Orbax needs none.
+        """
         return None
 
     @contextmanager
     def stop_at_barriers(self, stop: Stop) -> Iterator[None]:
-        """Within the block, let a signal end the process in `local_work` or at a barrier only."""
+        """Let a signal end the process in `local_work` or at a barrier only, within the block.
+
+        The block itself ends with a barrier. With a single process this does nothing: `stop` alone decides.
+
+        Args:
+            stop: The handler of signals, whose block is open.
+
+        Raises:
+            UserError: As `all_gather`, at the end of the block.
+            SystemExit: A signal came to this process or to another one.
+        """
         yield
 
     @contextmanager
     def local_work(self, name: str) -> Iterator[None]:
-        """As `barrier`, but a signal ends the block at once, in all processes."""
+        """Do work of this process alone in the block, and wait for all processes at its end.
+
+        It is a `barrier` whose block a signal ends at once, in all processes.
+
+        Args:
+            name: Name of the barrier in messages.
+
+        Raises:
+            UserError: As `all_gather`.
+            SystemExit: A signal came to this process or to another one.
+        """
         yield
 
     @contextmanager
     def barrier(self, name: str) -> Iterator[None]:
         """Wait for all processes at the end of the block.
 
-        If the block failed in one process, it fails in all. Raises the errors of `all_gather`.
+        If the block fails in one process, it fails in all: there with the block's own error, in the others
+        with an error that quotes it.
+
+        Args:
+            name: Name of the barrier in messages.
+
+        Raises:
+            UserError: As `all_gather`.
+            SystemExit: As `all_gather`.
         """
         yield
 
@@ -168,11 +212,36 @@ class MultiProcessGroup(ProcessGroup):
         self.machines = self.all_gather("names", socket.gethostname())
 
     def describe_process(self, index: int) -> str:
-        """Return the name of a process in messages: ``process 1 (node17)``."""
+        """Return the name of a process in messages: ``process 1 (node17)``.
+
+        Args:
+            index: Number of the process.
+
+        Returns:
+            Number and host name; the number alone before the host names have been exchanged.
+        """
         machine = self.machines[index]
         return f"process {index} ({machine})" if machine else f"process {index}"
 
     def all_gather(self, name: str, value: T) -> list[T]:
+        """Return the values of all processes, see `ProcessGroup.all_gather`.
+
+        If every value has at most LONGEST_INLINE_VALUE bytes, the values are sent with the barrier's
+        messages. Otherwise they go from device to device.
+
+        Args:
+            name: Name of the barrier in messages.
+            value: Value of this process; see `serialization.to_bytes`.
+
+        Returns:
+            One value for each process, in the order of their numbers.
+
+        Raises:
+            UserError: Another process stops here with an error.
+            SystemExit: Another process, or this one, stops here after a signal.
+            RuntimeError: Another process is at another barrier.
+            pickle.UnpicklingError: A value has a type that `serialization.from_bytes` refuses.
+        """
         data = to_bytes(value)
         inline_value = data if len(data) <= LONGEST_INLINE_VALUE else b""
         # From here on the other processes rely on this one, so a signal takes effect after the exchange.
@@ -186,6 +255,18 @@ class MultiProcessGroup(ProcessGroup):
         return [from_bytes(value) for value in values]
 
     def run_on_main_and_broadcast(self, name: str, work: Callable[[], T]) -> T:
+        """Do `work` in process 0 only, see `ProcessGroup.run_on_main_and_broadcast`.
+
+        Args:
+            name: Name of both barriers in messages: the one after `work`, and that of the exchange.
+            work: Called without arguments in process 0.
+
+        Returns:
+            The result of `work`, in all processes.
+
+        Raises:
+            Exception: In process 0 the error of `work`. The other processes get the errors of `all_gather`.
+        """
         value: Any = None
         with self.local_work(name):
             if self.is_main:
@@ -193,13 +274,28 @@ class MultiProcessGroup(ProcessGroup):
         return self.all_gather(name, value)[0]
 
     def mark_desynchronized(self) -> None:
+        """Note that an operation of all processes has failed here: `can_save_together` becomes false."""
         self.can_save_together = False
 
     def save_barrier(self) -> SaveBarrier:
+        """Return a new barrier for the threads that save checkpoints.
+
+        Returns:
+            A barrier for one `CheckpointStore`.
+        """
         return SaveBarrier(self._client, self.process_index, self.process_count, self.describe_process)
 
     @contextmanager
     def stop_at_barriers(self, stop: Stop) -> Iterator[None]:
+        """Hold signals within the block, see `ProcessGroup.stop_at_barriers`.
+
+        Args:
+            stop: The handler of signals; from now on it also gets the stops of other processes.
+
+        Raises:
+            UserError: As `all_gather`, at the barrier of the last step.
+            SystemExit: A signal came to this process or to another one.
+        """
         self._stop = stop
         with stop.held():
             yield
@@ -207,11 +303,32 @@ class MultiProcessGroup(ProcessGroup):
 
     @contextmanager
     def local_work(self, name: str) -> Iterator[None]:
+        """Do work of this process alone in the block, see `ProcessGroup.local_work`.
+
+        Args:
+            name: Name of the barrier in messages.
+
+        Raises:
+            UserError: As `all_gather`.
+            SystemExit: A signal came to this process or to another one.
+        """
         with self.barrier(name), self._stop.released():
             yield
 
     @contextmanager
     def barrier(self, name: str) -> Iterator[None]:
+        """Wait for all processes at the end of the block, see `ProcessGroup.barrier`.
+
+        If the block fails, the other processes have twice the timeout to come to a barrier. If one does not
+        come, `can_save_together` stays false.
+
+        Args:
+            name: Name of the barrier in messages.
+
+        Raises:
+            UserError: As `all_gather`.
+            SystemExit: As `all_gather`.
+        """
         try:
             yield
         except BaseException as error:
@@ -222,6 +339,15 @@ class MultiProcessGroup(ProcessGroup):
         self._wait_at_barrier(name)
 
     def assert_equal(self, name: str, value: Callable[[], object]) -> None:
+        """Check that a value is the same in all processes.
+
+        Args:
+            name: Name of the value in messages.
+            value: Computes the value, which is compared with ``!=``: no array.
+
+        Raises:
+            UserError: The value differs between the processes. Every process raises it.
+        """
         with self.barrier(name):
             local_value = value()
             for index, other_value in enumerate(self.all_gather(name, local_value)):
@@ -233,7 +359,19 @@ class MultiProcessGroup(ProcessGroup):
                     )
 
     def assert_shared_folder(self, key: str, folder: Path) -> None:
+        """Check that all processes see a file that process 0 writes into the folder for a moment.
+
+        Args:
+            key: Config key of the folder, for messages.
+            folder: An existing folder.
+
+        Raises:
+            UserError: A process does not see the file within the timeout.
+            OSError: In process 0, if the folder cannot be written.
+        """
+
         def choose_name() -> str:
+            """Return a name that no other run has chosen."""
             return f".seen_by_all_{secrets.token_hex(8)}"
 
         file = folder / self.run_on_main_and_broadcast(key, choose_name)
@@ -253,7 +391,13 @@ class MultiProcessGroup(ProcessGroup):
                 file.unlink(missing_ok=True)
 
     def final_barrier(self) -> None:
-        """Wait for all processes at the end of the run, and stop watching them."""
+        """Wait for all processes at the end of the run, and stop watching them.
+
+        Errors and signals of other processes have no effect here.
+
+        Raises:
+            jax.errors.JaxRuntimeError: The coordination service cannot be reached: process 0 has ended.
+        """
         self._gather_messages(_BarrierMessage("the end"))
         self.watchdog.close()
 
@@ -263,6 +407,9 @@ class MultiProcessGroup(ProcessGroup):
         The other process's note may come late. After the barrier at which all processes stopped it must not
         interrupt this process, which may be saving. Nor must it replace an error with which this process is
         ending already.
+
+        Raises:
+            SystemExit: The main thread is in `local_work`, which ends at once.
         """
         if self._common_error is None and sys.exc_info()[1] is None:
             self._stop.request_stop()
@@ -340,6 +487,7 @@ class MultiProcessGroup(ProcessGroup):
         """
 
         def check() -> None:
+            """Tell the others of a signal that came during the wait, and end the wait at the deadline."""
             if self._stop.status is not None:
                 # A signal came during the wait: it must also interrupt the local work of the others.
                 self.watchdog.write_note(STOPPING, "")

@@ -66,7 +66,14 @@ class _StartTimer:
         self._has_warned = False
 
     def check(self, missing: str) -> None:
-        """Warn or raise EnvironmentFailure when it is time; `missing` names the processes in messages."""
+        """Warn once after `timeout` seconds, and give up in the end.
+
+        Args:
+            missing: Names the missing processes in messages.
+
+        Raises:
+            EnvironmentFailure: More than GIVE_UP_FACTOR × `timeout` seconds have passed.
+        """
         seconds = time.monotonic() - self._started_at
         if seconds > GIVE_UP_FACTOR * self._timeout:
             raise EnvironmentFailure(

@@ -44,6 +44,7 @@ class SaveBarrier:
         Raises:
             OSError: Another process could not write its part. If this process failed, its own error is
                 raised, of any type.
+            threading.BrokenBarrierError: The main thread has ended while this thread was waiting.
         """
         if self._failure is not None:
             raise self._failure

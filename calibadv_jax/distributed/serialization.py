@@ -32,21 +32,38 @@ _NUMPY_TYPES = {
 
 
 def to_bytes(value: Any) -> bytes:
-    """Serialise plain values, NumPy arrays and groups of trajectories."""
+    """Serialise a value that processes exchange.
+
+    Args:
+        value: None, numbers, texts, bytes, NumPy arrays and scalars, and the types of `core.trajectory`, also
+            in lists, tuples and dictionaries. Values of other types are serialised as well, but `from_bytes`
+            refuses them.
+
+    Returns:
+        The pickle, protocol 5.
+    """
     return pickle.dumps(value, protocol=5)
 
 
 def from_bytes(data: bytes) -> Any:
     """Deserialise the result of `to_bytes`.
 
+    Args:
+        data: A result of `to_bytes`, or anything: it is not trusted.
+
+    Returns:
+        A copy of the value.
+
     Raises:
-        pickle.UnpicklingError: The data refer to any other type or function.
+        pickle.UnpicklingError: The data refer to any other type or function, or are damaged.
+        EOFError: The data are empty.
     """
     return _RestrictedUnpickler(io.BytesIO(data)).load()
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        """Return the type or function of a name in the pickle, if it is in the fixed list."""
         is_trajectory_type = module == trajectory.__name__ and name in _TRAJECTORY_TYPES
         if is_trajectory_type or (module, name) in _NUMPY_TYPES:
             return super().find_class(module, name)

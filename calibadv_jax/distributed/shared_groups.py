@@ -49,6 +49,7 @@ class SharedGroups:
             self._rollouts[number] = rollout
 
             def cancel_rollout(future: Future[Group]) -> None:
+                """Cancel the rollout if the shared future was cancelled."""
                 if future.cancelled():
                     rollout.cancel()
 
@@ -58,7 +59,15 @@ class SharedGroups:
     def wait(self, _: list[Future[Group]]) -> None:
         """Wait until all groups are complete, or at least one if groups run ahead.
 
-        Raises the error of any rollout of this process.
+        The futures that `begin` returned for the complete groups are fulfilled in all processes.
+
+        Args:
+            _: Not used; `RolloutStream` passes the futures that are not done.
+
+        Raises:
+            Exception: The error of a rollout of this process, of any type.
+            UserError: Another process stops with an error.
+            SystemExit: Another process, or this one, stops after a signal.
         """
         while True:
             if self._run_ahead:

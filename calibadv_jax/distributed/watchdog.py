@@ -66,7 +66,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog of the other processes", daemon=True)
 
     def start(self) -> None:
-        """Write the first sign of life and start the thread."""
+        """Write the first sign of life, and start the thread.
+
+        In the main thread it also sets the handler of SIGUSR1, which calls `on_stop`.
+
+        Raises:
+            jax.errors.JaxRuntimeError: The coordination service cannot be reached.
+        """
         self.write_note(ALIVE, "0")
         # Only the main thread may set handlers of signals.
         if threading.current_thread() is threading.main_thread():
@@ -74,17 +80,35 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching: this process and the others no longer need each other."""
+        """Stop watching: this process and the others no longer need each other.
+
+        Raises:
+            jax.errors.JaxRuntimeError: The coordination service cannot be reached.
+        """
         self.write_note(DONE, "")
         self._is_closed.set()
         self._thread.join()
 
     def write_note(self, kind: str, text: str) -> None:
-        """Write or replace this process's note of a kind."""
+        """Write or replace this process's note of a kind.
+
+        Args:
+            kind: ALIVE, ENDED, STOPPING or DONE.
+            text: What the other processes read; see the kinds. It may be empty.
+
+        Raises:
+            jax.errors.JaxRuntimeError: The coordination service cannot be reached: process 0 has ended.
+        """
         self._client.key_value_set(f"{_ROOT}/{kind}/{self._index}", text, allow_overwrite=True)
 
     def report_failure(self, text: str) -> None:
-        """Write why this process ends, which ends the others, and wait until they have read it."""
+        """Write why this process ends, which ends the others.
+
+        Process 0 keeps the notes, so it waits READ_NOTES_SECONDS until the others have read them.
+
+        Args:
+            text: The error, in one line.
+        """
         # This process reports an error of its own: the thread must not end it for another reason meanwhile.
         self._is_closed.set()
         with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and the notes with it

@@ -21,7 +21,15 @@ from calibadv_jax.core.user_functions import describe_failure, import_user_funct
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
-    """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0."""
+    """Return 1.0 if the normalised prediction equals any normalised golden answer, else 0.0.
+
+    Args:
+        prediction: the answer of the policy; it is normalised here.
+        golden_answers: the accepted answers, one or more; they are normalised here.
+
+    Returns:
+        1.0 or 0.0. Two texts that are empty after normalisation are equal.
+    """
     normalised = normalise_answer(prediction)
     return float(normalised in [normalise_answer(golden) for golden in golden_answers])
 
@@ -31,6 +39,13 @@ def cover_em(prediction: str, golden_answers: Sequence[str]) -> float:
 
     A golden answer that is empty after normalisation, such as "The", is a substring of every prediction. The
     CalibAdv authors' code does the same.
+
+    Args:
+        prediction: the answer of the policy; it is normalised here.
+        golden_answers: the accepted answers, one or more; they are normalised here.
+
+    Returns:
+        1.0 or 0.0.
     """
     normalised = normalise_answer(prediction)
     return float(any(normalise_answer(golden) in normalised for golden in golden_answers))
@@ -47,7 +62,7 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
         golden_answers: the accepted answers, one or more; they are normalised here.
 
     Returns:
-        A number in [0, 1]; 0 for two empty answers.
+        A number in [0, 1]; 0 if the prediction or every golden answer is empty after normalisation.
     """
     words = Counter(normalise_answer(prediction).split())
     best = 0.0
@@ -96,6 +111,9 @@ def format_flaw(trajectory: Trajectory) -> str:
     a flaw. The opening that the environment or the prompt wrote counts as sampled. Only sampled text and the
     order of turns are judged, never a document.
 
+    Args:
+        trajectory: a finished trajectory.
+
     Returns:
         The reason, such as "turn 2: the action was not executed", with turns counted from 1; "" for a valid
         trajectory.
@@ -119,8 +137,11 @@ def format_flaw(trajectory: Trajectory) -> str:
 def turn_flaws(trajectory: Trajectory) -> list[str]:
     """Return for each turn why it is not exactly a thought and the element of its kind.
 
+    Args:
+        trajectory: a finished trajectory of K turns.
+
     Returns:
-        For each turn a reason, or "" if it has no flaw.
+        K reasons; "" for a turn without a flaw.
     """
     grammar = Grammar(trajectory.actions)
     flaws = []
@@ -206,6 +227,9 @@ def overlong_penalty(sampled: int, config: RewardConfig) -> float:
 def text_scores(trajectory: Trajectory) -> dict[str, float]:
     """Score the answer or, if the trajectory has none, all sampled text.
 
+    Args:
+        trajectory: a finished trajectory. Without an answer, the texts of its turns are joined by spaces.
+
     Returns:
         The metrics "text_f1" and "text_cover_em", in [0, 1].
     """
@@ -221,6 +245,13 @@ def text_scores(trajectory: Trajectory) -> dict[str, float]:
 
 def trajectory_scores(group: Group, config: RewardConfig) -> list[float]:
     """Return the score of each trajectory of a group, before `config.shuffle`.
+
+    Args:
+        group: a group of G finished trajectories; failed ones do not count.
+        config: the section `reward`.
+
+    Returns:
+        G numbers, the `answer_score` of each trajectory.
 
     Raises:
         UserError: as `score_trajectory`.
@@ -274,7 +305,14 @@ def _shuffle_scores(groups: Sequence[Group], rng: np.random.Generator) -> list[G
 
 
 def metric_name(reward: str) -> str:
-    """Return the name below reward/ under which a reward is logged: that of the function, for an address."""
+    """Return the name of a reward in metrics, where it follows reward/.
+
+    Args:
+        reward: a name in `reward.answer`: a built-in one, or ``package.module:function``.
+
+    Returns:
+        The name itself, or that of the function.
+    """
     _, _, function_name = reward.partition(":")
     return function_name or reward
 
@@ -286,8 +324,11 @@ def own_score(address: str, trajectory: Trajectory) -> float:
         address: ``package.module:function``, which takes the trajectory.
         trajectory: a finished trajectory.
 
+    Returns:
+        A finite number.
+
     Raises:
-        UserError: if the function fails, or returns no finite number.
+        UserError: if the function cannot be imported or fails, or returns no finite number.
     """
     function = _load_own(address)
     question = trajectory.question.id
@@ -313,6 +354,9 @@ def _load_own(address: str) -> Callable[..., float]:
 
 def check_reward(config: RewardConfig) -> list[str]:
     """Check the reward's functions, and describe the reward.
+
+    Args:
+        config: the section `reward`.
 
     Returns:
         Lines of text; none if the reward is a single built-in comparison and there is no judge.

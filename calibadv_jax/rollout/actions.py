@@ -46,6 +46,9 @@ class SearchAction(RetrieverAction):
         Args:
             argument: the query.
 
+        Returns:
+            The documents, best first; no document if the retriever found none. The text is empty.
+
         Raises:
             QueryRefused: if the retriever refuses the query.
             RequestFailed: if the retriever gives no reply.
@@ -55,7 +58,14 @@ class SearchAction(RetrieverAction):
         return Reply(tuple(documents))
 
     def render(self, reply: Reply) -> str:
-        """Return the numbered documents, or a sentence that says that there are none."""
+        """Return the numbered documents, or a sentence that says that there are none.
+
+        Args:
+            reply: the result of `call`, neutralised.
+
+        Returns:
+            The text between an observation's tags. It is never empty.
+        """
         return super().render(reply) or NOTHING_FOUND
 
 
@@ -71,6 +81,9 @@ class AccessAction(RetrieverAction):
 
         Args:
             argument: the address.
+
+        Returns:
+            A reply whose only document is the page.
 
         Raises:
             ActionRefused: if there is no such page.
@@ -104,6 +117,12 @@ class GuardedAction(Action):
     def parse(self, body: str) -> Any:
         """Return the argument of `call`, as the user's action parses it.
 
+        Args:
+            body: text between the action's tags, stripped.
+
+        Returns:
+            Whatever the user's action returns.
+
         Raises:
             ValueError: if the user's action refuses the body.
             UserError: if the user's action raises it.
@@ -114,6 +133,13 @@ class GuardedAction(Action):
 
     async def call(self, argument: Any) -> Reply:
         """Execute the user's action, and check what it returns.
+
+        Args:
+            argument: the result of `parse`.
+
+        Returns:
+            The reply. If the user's action returns a text or a list of documents, this is a reply with that
+            text or those documents.
 
         Raises:
             ActionRefused: if the user's action refuses the argument.
@@ -128,6 +154,12 @@ class GuardedAction(Action):
 
     def render(self, reply: Reply) -> str:
         """Return the text between an observation's tags, as the user's action renders the reply.
+
+        Args:
+            reply: the result of `call`, neutralised.
+
+        Returns:
+            The text, which is not neutralised again; it may be empty.
 
         Raises:
             UserError: if the result is not a text.
@@ -204,6 +236,9 @@ def grammar_of(actions: Sequence[Action]) -> Grammar:
 
     Args:
         actions: the actions that are on; none stand for search alone.
+
+    Returns:
+        The grammar, with the actions in the order given.
     """
     if not actions:
         return SEARCH_GRAMMAR
@@ -242,6 +277,9 @@ def invalid_notice(actions: Sequence[Action], extra: Collection[str] = ()) -> st
     Args:
         actions: the actions that are on; none stand for search alone.
         extra: the tokenizer's control tokens.
+
+    Returns:
+        The notice: a sentence for each action and one for the answer. The actions' own texts are neutralised.
     """
     sentences = [USAGE.format(**usage) for usage in action_texts(actions, extra)]
     return INVALID_TEMPLATE.format(usages="".join(sentences) + ANSWER_USAGE)

@@ -114,6 +114,7 @@ async def run_trajectory(
 
     Raises:
         UserError: if no trajectory can be written, such as with a prompt that is too long.
+        TimeoutError: if a service raises it before `rollout.time_limit` has passed.
     """
     rollout = context.rollout
     trajectory = _begin(context, question, index)

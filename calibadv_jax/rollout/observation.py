@@ -27,12 +27,28 @@ CHARACTERS_PER_TOKEN = 16
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text, without the special tokens that a tokenizer adds around it."""
+    """Return the token ids of a text, without the special tokens that a tokenizer adds around it.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: any text. A control token in it becomes one token.
+
+    Returns:
+        Token ids; none for an empty text.
+    """
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of `ids` with every token shown and no space removed."""
+    """Return the text of tokens, with every token shown and no space removed.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        ids: token ids; may be empty. Incomplete UTF-8 becomes U+FFFD.
+
+    Returns:
+        The text. If it is encoded again, the ids may differ.
+    """
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -40,6 +56,12 @@ def added_token_strings(tokenizer: Any) -> frozenset[str]:
     """Return the tokenizer's control tokens: strings that become a token of their own wherever they occur.
 
     Added tokens without markup (a word, a run of spaces) and special tokens of one character do not count.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Returns:
+        The tokens as texts of two or more characters; an empty set if there are none.
     """
     tokens = {str(token) for token in tokenizer.all_special_tokens}
     for added_token in tokenizer.get_added_vocab():
@@ -56,8 +78,11 @@ def neutralise_documents(
 
     Args:
         documents: documents as the retriever returned them.
-        tokenizer: its control tokens are neutralised.
-        grammar: its tags are neutralised.
+        tokenizer: a tokenizer of transformers, whose control tokens are neutralised.
+        grammar: the tags to neutralise; by default those of search alone.
+
+    Returns:
+        Copies in the same order. An id loses only its lone surrogates, and a score does not change.
     """
     extra = added_token_strings(tokenizer)
     neutral = []
@@ -81,12 +106,16 @@ def neutralise_reply(
     Args:
         reply: the reply of an action.
         action: the action; if it `keeps_documents_whole`, documents are not cut.
-        tokenizer: counts tokens; its control tokens are neutralised.
-        grammar: its tags are neutralised.
+        tokenizer: a tokenizer of transformers. It counts tokens, and its control tokens are neutralised.
+        grammar: the tags to neutralise.
         max_length: tokens that may be shown. Each text keeps at least as many, see `cut_early`.
+
+    Returns:
+        A new reply, with the documents in the same order.
     """
 
     def cut(text: str) -> str:
+        """Drop the end of a long text."""
         return cut_early(well_formed(text), tokenizer, max_length)
 
     documents = reply.documents
@@ -111,7 +140,14 @@ class Observations:
     notice: str = INVALID_ACTION  # after an invalid turn
 
     def for_action(self, action: Action) -> Observations:
-        """Return a writer for this action, which has the action's own limit if that is smaller."""
+        """Return a writer for this action, which has the action's own limit if that is smaller.
+
+        Args:
+            action: the action; its `max_length` 0 means no limit of its own.
+
+        Returns:
+            A copy of this writer, whose `max_length` is the smaller of the two limits, in tokens.
+        """
         limit = action.max_length or self.max_length
         return replace(self, max_length=min(self.max_length, limit))
 
@@ -163,6 +199,9 @@ def cut_early(text: str, tokenizer: Any, max_length: int) -> str:
         text: a text of any length.
         tokenizer: counts tokens.
         max_length: tokens that may be shown.
+
+    Returns:
+        The beginning of the text, or the whole text if it is not long.
     """
     length = CHARACTERS_PER_TOKEN * max_length
     while length < len(text):

@@ -53,6 +53,9 @@ def template_text(name: str) -> str:
     Args:
         name: a key of TEMPLATES, or a text that contains {question}, which is returned.
 
+    Returns:
+        A text that contains {question}.
+
     Raises:
         UserError: if it is neither.
     """
@@ -72,6 +75,9 @@ def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
     Args:
         actions: the actions that are on; none stand for search alone.
         extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+
+    Returns:
+        The sentences, separated by spaces. The actions' own texts are neutralised.
     """
     sentences = []
     for usage in action_texts(actions, extra):
@@ -326,6 +332,12 @@ def max_num_tokens(text: str) -> int:
 
     A text has at most one token for each byte of its longest Unicode form (NFKD), and twice as many if the
     tokenizer puts a space before each.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The bound; 0 for an empty text.
     """
     if text.isascii():
         return 2 * len(text)

@@ -23,7 +23,14 @@ T = TypeVar("T")
 
 
 def wait_for_any(futures: Collection[Future[Any]]) -> object:
-    """Wait until one of the futures is done."""
+    """Wait until one of the futures is done.
+
+    Args:
+        futures: futures of any results. Without any, the function returns at once.
+
+    Returns:
+        The futures that are done and those that are not; callers do not need them.
+    """
     return wait(futures, return_when=FIRST_COMPLETED)
 
 
@@ -55,6 +62,9 @@ class FailureCount:
 
     def add(self, group: Group) -> None:
         """Count the failed trajectories of a complete group.
+
+        Args:
+            group: a complete group; each group is added once.
 
         Raises:
             EnvironmentFailure: if more than `max_share` of all trajectories have failed; it says the most
@@ -91,6 +101,7 @@ async def collect_group(
     """
 
     async def write(index: int) -> Trajectory:
+        """Write a trajectory once a slot is free, and count it as ended whatever happens."""
         try:
             async with slots:
                 return await run_trajectory(context, question, index, seed, f"{name}/{index}")
@@ -131,6 +142,7 @@ async def collect_groups(
     failures = FailureCount(len(questions) * rollout.group_size, rollout.max_failed_share)
 
     async def collect(number: int, question: Question) -> Group:
+        """Write the group of a question, report it, and count its failures."""
         group = await collect_group(context, question, slots, seed, f"{name}/{number}")
         complete(group)
         failures.add(group)
@@ -200,8 +212,13 @@ class Rollouts:
         """Hand parameters to the sampler; after the return the parameters may be donated.
 
         Args:
-            version: version of the policy.
+            version: version of the policy; it ascends within a run.
             published: a result of `publish`.
+
+        Raises:
+            UserError: if the sampler refuses the parameters.
+            RuntimeError: if the embedded sampler, which runs no rollout ahead of a step, still writes a
+                completion.
         """
         self.run(self.context.sampler.load(version, published))
 
@@ -212,12 +229,22 @@ class Rollouts:
             number: number of the group in the run. It seeds the group, so that a question that comes twice
                 gets other trajectories.
             question: the question.
+
+        Returns:
+            A future of the group. It raises the errors of `collect_group`; cancelling it cancels the rollout.
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
         return self.submit(collect_group(self.context, question, self._slots, seed, f"group{number}"))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the event loop in the background; cancelling the future cancels it."""
+        """Run a coroutine on the event loop in the background.
+
+        Args:
+            coroutine: a coroutine that has not started.
+
+        Returns:
+            A future of its result or error. Cancelling the future cancels the coroutine.
+        """
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def collect(
@@ -263,6 +290,7 @@ class Rollouts:
         start = time.monotonic()
 
         def progress() -> tuple[int, int, str]:
+            """Return the work since `before`."""
             seconds = time.monotonic() - start
             num_ended = work["ended"] - before["ended"]
             num_begun = work["begun"] - before["ended"]
@@ -273,15 +301,41 @@ class Rollouts:
         return progress
 
     def metrics(self) -> dict[str, float]:
-        """Return the sampler's counts since the program's start, by their names in metrics.jsonl."""
+        """Return the sampler's counts since the program's start, by their names in metrics.jsonl.
+
+        Returns:
+            Name of the metric -> count; empty if the sampler counts nothing.
+        """
         return self.context.sampler.metrics()
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return the sampler's log-probabilities of given tokens, see `interfaces.Sampler`."""
+        """Return the sampler's log-probabilities of given tokens, under each copy of the weights.
+
+        Args:
+            token_ids: ids of T tokens.
+
+        Returns:
+            Name of the copy, such as a vLLM worker's URL -> float32 [T - 1], the log-probabilities of tokens
+            1 to T - 1 in nats. Empty if the sampler uses the learner's own weights.
+
+        Raises:
+            UserError: if the sampler refuses the request.
+        """
         return self.run(self.context.sampler.prompt_logprobs(token_ids))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the event loop, and wait for its result."""
+        """Run a coroutine on the event loop, and wait for its result.
+
+        Args:
+            coroutine: a coroutine that has not started.
+
+        Returns:
+            The result of the coroutine.
+
+        Raises:
+            BaseException: the error of the coroutine, or the one that interrupts this thread, such as
+                SystemExit after a signal. In the second case the coroutine is cancelled.
+        """
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -406,7 +460,7 @@ class RolloutStream:
         complete first.
 
         Args:
-            step: the step to train.
+            step: the step to train: the number of steps trained so far.
 
         Returns:
             The `per_step` oldest complete groups, once no other group must be waited for. Until `commit` they
