@@ -18,7 +18,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 # Exit status of a process that stops because another process of the run does: that of SIGTERM.
 REMOTE_STOP_STATUS = 143
-# Name of the threads for which `exit_process` waits no longer than GRACE.
+# Name of the threads for which `exit_process` waits no longer than GRACE_SECONDS.
 DAEMON_THREAD = "calibadv-daemon"
 # Seconds for which `exit_process` waits for the daemon threads.
 GRACE_SECONDS = 5.0

@@ -1,4 +1,14 @@
-"""The folder of a run: its config at every start, and whether a start continues the same experiment."""
+"""The folder of a run: its config at every start, and whether a start continues the same experiment.
+
+What a resumed run compares, in this order:
+
+1. every config key with the newest kept config, unless it is marked as changing no result (here);
+2. hashes of what the config only names: questions, model, vocabulary, weights, judge, tools
+   (`run/fingerprints.py`); both differences are shown in one table (`run/comparison.py`);
+3. the index of the retriever, when it has answered (`check_service`, here);
+4. shapes of the parameters, the base of adapters, and pending questions, when the checkpoint is restored
+   (`run/state.py`, `snapshots/checkpoint.py`).
+"""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ async def retry(
     Args:
         attempt: Raises Unreachable or BadReply if it should be repeated. Other errors pass.
         patience: Seconds without a reply after which the last error is raised. An invalid reply counts as a
-            reply: after it the time starts again. At most ONCE: there is a single attempt.
+            reply: after it the time starts again. At most `SINGLE_ATTEMPT`: there is a single attempt.
         on_unavailable: Called at the first Unreachable, and at the first one after an invalid reply.
 
     Raises:

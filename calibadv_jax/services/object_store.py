@@ -21,7 +21,7 @@ from calibadv_jax.core.stopping import start_daemon_thread
 STALL_SECONDS = 60  # seconds without progress after which a store is given up
 REPORT_SECONDS = 15  # seconds between two lines about a wait
 # Options of s3fs with which at most 64 MiB are under way before they are written: at 1 MiB/s there is
-# progress within STALLED seconds.
+# progress within STALL_SECONDS.
 S3_TRANSFER_OPTIONS = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
 
 _FOLDER_KINDS = ("file", "local")
@@ -107,7 +107,7 @@ class ObjectStore:
 
         Raises:
             UserError: The store refuses the work.
-            EnvironmentFailure: The work fails for another reason, or makes no progress for STALLED seconds.
+            EnvironmentFailure: The work fails for another reason, or makes no progress for STALL_SECONDS.
         """
         future = start_daemon_thread(work)
         idle_seconds = 0

@@ -70,7 +70,7 @@ class RetrieverClient:
     Attributes:
         urls: URLs of the services.
         url: All URLs in one text, for messages.
-        missing: Services that did not answer `health`, and why.
+        unreachable: Services that did not answer `health`, and why.
     """
 
     def __init__(self, config: RetrieverConfig, url: str | Sequence[str], warn: Warn = lambda _: None):
@@ -137,7 +137,7 @@ class RetrieverClient:
         """Wait until a service answers ``GET /health``; call it before any search.
 
         Returns:
-            The health, which later replies must fit; empty for a service without that route. `missing` names
+            The health, which later replies must fit; empty for a service without that route. `unreachable` names
             the services that do not answer.
 
         Raises:

@@ -1,5 +1,10 @@
 """Versioned policy snapshots: how samplers get their weights.
 
+The way of a new policy to a vLLM worker: `run/state.py` (`RunState.publish`) after each step, this module
+(writes the snapshot), `sampler/vllm_sampler.py` (pauses the worker and names the folder),
+`snapshots/vllm_engine.py` (inside the worker: checks hashes, names, shapes, tokenizer and version before it
+touches the model, then loads), and back in `RunState.publish` a probe that compares log-probabilities.
+
 One folder per version: an Orbax tree under ``params`` and a manifest that is written last. A folder
 without a manifest is not a snapshot. Of several processes that hold the parameters together, one writes.
 

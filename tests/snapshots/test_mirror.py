@@ -531,7 +531,7 @@ def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
 
 
 def test_fetch_goes_on_while_files_grow(tmp_path, copied, monkeypatch):
-    """For longer than STALLED seconds."""
+    """For longer than STALL_SECONDS."""
     get = DirFileSystem.get
     monkeypatch.setattr(object_store, "STALL_SECONDS", 0.6)
     monkeypatch.setattr(object_store, "REPORT_SECONDS", 0.2)

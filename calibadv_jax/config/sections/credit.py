@@ -53,7 +53,7 @@ class JudgeConfig(Section):
     """A language model that judges answers."""
 
     url: Annotated[str, Mark.UNLEARNED, Mark.NO_ANSWER] = ""
-    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1, that judges every answer
+    """Base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8001/v1, that judges every answer
     (reward/judge, for reward.answer). JUDGE_TOKEN is sent as a bearer token. Empty: no judge."""
     model: str = ""
     """Model of the request."""
