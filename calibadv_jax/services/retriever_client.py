@@ -137,8 +137,8 @@ class RetrieverClient:
         """Wait until a service answers ``GET /health``; call it before any search.
 
         Returns:
-            The health, which later replies must fit; empty for a service without that route. `unreachable` names
-            the services that do not answer.
+            The health, which later replies must fit; empty for a service without that route. `unreachable`
+            names the services that do not answer.
 
         Raises:
             UserError: The services serve different indexes.
