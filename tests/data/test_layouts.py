@@ -288,7 +288,7 @@ def test_answers_that_cannot_be_right_are_named():
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"```(?:json|text) (\S+)\n(.*?)```", TEXT, re.DOTALL))
+(DEMONSTRATIONS,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 QUESTIONS = sorted((ROOT / "examples/questions").iterdir())
@@ -344,7 +344,7 @@ def test_layout_has_an_example():
 
 def test_demonstrations_are_equal_in_both_layouts(tmp_path):
     path = tmp_path / "demonstrations.jsonl"
-    path.write_text(EXAMPLES[path.name])
+    path.write_text(DEMONSTRATIONS)
     ours, chat = load_demonstrations(path)
     assert [turn.text for turn in chat.turns] == ["<search> it </search>", "<answer> Ada </answer>"]
     assert chat.turns[0].documents == ours.turns[0].documents

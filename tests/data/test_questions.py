@@ -287,7 +287,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
         "q4": [0.75, 0.75],
         "q5": [],  # all trajectories failed
     }.items():
-        first.note(name, scores)
+        first.record_scores(name, scores)
     assert first.num_resting == 2
     resumed.set_state(json.loads(json.dumps(first.get_state())))
     for item in (first, resumed):
@@ -299,7 +299,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
 def test_by_default_no_question_rests():
     iterator = QuestionIterator(QUESTIONS, 0, False)
     for scores in ([1.0] * 3, [0.0] * 3, [-1.0], [2.0] * 3):
-        iterator.note("q0", scores)
+        iterator.record_scores("q0", scores)
     assert iterator.get_state() == {"drawn": 0}
     with pytest.raises(ValueError, match="rest_below is 0.5, but must be below rest_above"):
         DataConfig(rest_below=0.5, rest_above=0.5)
