@@ -282,8 +282,8 @@ def test_refused_reply_names_its_type_and_what_is_expected(loop, brings, kind):
     with pytest.raises(UserError) as caught:
         loop(*USED, actions=[GuardedAction(Tool(brings), 9)])
     assert str(caught.value) == (
-        f"action tool: call returned {kind}; it must return a text, a list of Documents or a Reply, whose ids,"
-        " titles and texts are texts and whose scores are finite"
+        f"action tool: call returned {kind}; it must return a text, a list of Documents or a Reply, whose"
+        " ids, titles and texts are texts and whose scores are finite"
     )
 
 

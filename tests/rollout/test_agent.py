@@ -1,4 +1,4 @@
-"""One trajectory: its mask, its seeds, its ends, and text that cannot act; limits and actions: test_actions."""
+"""One trajectory: its mask, seeds and ends, and text that cannot act; test_actions has limits and actions."""
 
 import asyncio
 import dataclasses
