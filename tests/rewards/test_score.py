@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,13 @@ def test_text_of_marked_answer_is_that_answer(kind, score):
 def test_penalty_without_a_range_is_refused(penalty, start, end):
     with pytest.raises(ValueError, match="overlong_from"):
         RewardConfig(overlong_penalty=penalty, overlong_from=start, overlong_until=end)
+
+
+@pytest.mark.parametrize("answer", [None, "Rome"])
+def test_question_without_golden_answers_is_refused(answer):
+    trajectory = replace(attempt(answer), question=Question("empty", "?", (), "test"))
+    with pytest.raises(ValueError, match="'empty' has no golden answers"):
+        score_trajectory(trajectory, RewardConfig())
 
 
 def step():
