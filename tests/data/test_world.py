@@ -158,6 +158,23 @@ def test_world_folder_is_written_once(tmp_path):
     assert len(pages) == 88 and set(pages[0]) == {"url", "contents"}
 
 
+def test_folder_that_is_older_than_a_key_is_the_same_world(tmp_path):
+    config = WorldConfig(dir=str(tmp_path / "world"), people=40, train_questions=20, eval_questions=20)
+    manifest = write_world(config) / "manifest.json"
+    older = json.loads(manifest.read_text(encoding="utf-8"))
+    del older["rumour"]
+    manifest.write_text(json.dumps(older), encoding="utf-8")
+    assert write_world(config) == manifest.parent
+
+
+@pytest.mark.parametrize("content", [b"", b'{"seed": 0, "peo', b"[]", b"\xff"])
+def test_folder_with_a_foreign_manifest_is_left_alone(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match="holds something other than this world"):
+        write_world(replace(SMALL, dir=str(tmp_path)))
+    assert (tmp_path / "manifest.json").read_bytes() == content
+
+
 def test_too_large_world_is_refused():
     # The smallest one has a true object and one other, which every false rumour names.
     smallest = WorldConfig(people=2, cities=2, companies=2, works=1, one_hop=0, two_hop=0, rumour=1)
