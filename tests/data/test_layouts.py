@@ -427,3 +427,8 @@ def test_every_command_is_one(line):
         assert words[0] == "calibadv" and words[1] in cli.COMMANDS
         parsed = cli.parse(f"calibadv {words[1]}", "", words[2:])
         assert load_config([ROOT / file for file in parsed.configs], parsed.overrides).data.eval
+
+
+def test_lines_of_the_data_page_wrap_outside_of_code_and_tables():
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    assert not [line for line in prose.splitlines() if len(line) > 110 and not line.startswith("|")]
