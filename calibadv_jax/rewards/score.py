@@ -167,8 +167,11 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         multiplied by format validity. A trajectory without an answer turn has 0 in all of ANSWER_REWARDS.
 
     Raises:
+        ValueError: if the question has no golden answers.
         UserError: if a user's own function fails, or a verdict of the judge is missing.
     """
+    if not trajectory.question.golden_answers:
+        raise ValueError(f"question {trajectory.question.id!r} has no golden answers")
     rewards: dict[str, float] = {}
     for name, reward in ANSWER_REWARDS.items():
         if trajectory.answer is None:

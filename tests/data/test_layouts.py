@@ -54,6 +54,14 @@ MUSIQUE = {"id": "2hop__1", "paragraphs": [], "question": "Who?", "answer": "Ann
 TOKENS = [{"token": t, "html_token": t == "d"} for t in [*"abc", "May", "d", "1999"]]
 SPAN = [{"short_answers": [{"start_token": 3, "end_token": 6}], "yes_no_answer": "YES"}]
 NATURAL = {"example_id": 55, "question_text": "when was it", "document_tokens": TOKENS, "annotations": SPAN}
+NO_SPAN = [{"short_answers": [], "yes_no_answer": "YES"}]
+SIMPLIFIED = {
+    "example_id": 55,
+    "question_text": "when was it",
+    "document_text": "It was <P> in May 1999 .",
+    "annotations": [{"short_answers": [{"start_token": 4, "end_token": 6}], "yes_no_answer": "NONE"}]
+    + NO_SPAN,
+}
 HUB_NOTES = {"short_answers": [{"text": ["May 1999"]}, {"text": []}], "yes_no_answer": [-1, 0, 1]}
 HUB_NATURAL = {"id": "797", "question": {"text": "when was it"}, "annotations": HUB_NOTES}
 WHICH = {"index": 3, "question": "which?"}
@@ -80,6 +88,15 @@ CONTEXTS = {"dataset": "nq", "question": "Who?", "answers": ["Ann"], "positive_c
         ("natural.parquet", HUB_NATURAL, "nq_797 when was it May 1999/no/yes nq"),
         ("mine.jsonl", {"qid": 3, "question": "Who?", "answers": ["Ann"]}, "mine_3 Who? Ann mine"),
         ("biencoder-nq-dev.json", CONTEXTS, "nq_biencoder-nq-dev_0 Who? Ann nq"),
+        ("nq/test.jsonl", {"id": "test_0", "question": "?", "golden_answers": ["me"]}, "nq_test_0 ? me nq"),
+        (
+            "dev.jsonl",
+            MUSIQUE | {"answer_aliases": ["A. B.", "Ann"]},
+            "musique_2hop__1 Who? Ann/A. B. musique",
+        ),
+        ("v1.0-simplified.jsonl", SIMPLIFIED, "nq_55 when was it May 1999/yes nq"),
+        ("NQ-open.dev.jsonl", {"question": "when?", "answer": ["1999"]}, "nq_NQ-open_0 when? 1999 nq"),
+        ("bamboogle.parquet", {"Question": "Who?", "Answer": "Ann"}, "bamboogle_0 Who? Ann bamboogle"),
     ],
 )
 def test_published_rows_are_questions(tmp_path, name, row, expected):
@@ -95,6 +112,52 @@ def test_rows_below_a_key_are_read(tmp_path):
         (question.id, question.golden_answers) for question in load_questions(tmp_path / "web-train.json")
     ]
     assert answers == [(f"triviaqa_tc_{n}", ("Como", "Lago")) for n in (1, 2)]
+
+
+def test_popqa_table_may_quote_its_questions(tmp_path):
+    header = "id\tsubj\tquestion\tpossible_answers\n"
+    row = '4222362\tGeorge Rankin\t"What is ""Rankin""?"\t"[""politician"", ""pol""]"\n'
+    (tmp_path / "popQA.tsv").write_text(header + row)
+    (question,) = load_questions(tmp_path / "popQA.tsv")
+    assert (question.id, question.text) == ("popqa_4222362", 'What is "Rankin"?')
+    assert question.golden_answers == ("politician", "pol")
+
+
+def test_table_of_dpr_has_no_header_and_its_name_tells_the_source(tmp_path):
+    (tmp_path / "nq-test.qa.csv").write_text("who was it\t['Ann', \"B's\"]\nwhere\t['Rome']\n")
+    questions = load_questions(tmp_path / "nq-test.qa.csv")
+    assert [question.golden_answers for question in questions] == [("Ann", "B's"), ("Rome",)]
+    assert {question.data_source for question in questions} == {"nq"}
+
+
+def test_quoted_comma_belongs_to_the_question(tmp_path):
+    (tmp_path / "Bamboogle Prerelease.csv").write_text('Question,Answer\n"Who, then?",Ann\n')
+    (question,) = load_questions(tmp_path / "Bamboogle Prerelease.csv")
+    assert (question.text, question.golden_answers) == ("Who, then?", ("Ann",))
+    assert question.data_source == "bamboogle"
+
+
+def test_ids_that_repeat_in_other_data_sources_are_told_apart(tmp_path):
+    """Search-R1's merged file has FlashRAG's ids: train_0 of NQ and train_0 of HotpotQA."""
+    rows = [verl(0, id="train_0"), verl(0, id="train_0", data_source="hotpotqa")]
+    questions = load_questions(write_rows(tmp_path / "q.parquet", *rows))
+    assert [question.id for question in questions] == ["nq_train_0", "hotpotqa_train_0"]
+
+
+def test_prompt_that_is_text_is_the_users(tmp_path):
+    ours = {"id": 1, "question": "who?", "golden_answers": ["me"], "data_source": "x", "prompt": "Say: who?"}
+    (question,) = load_questions(write_rows(tmp_path / "q.jsonl", ours))
+    assert question.prompt == (Message("user", ("Say: ", "")),)
+
+
+def test_prompt_of_rlinf_may_have_the_marks_of_a_chat(tmp_path):
+    plain = {"prompt": "Reason. Question: where?\nAssistant: <think>", "solutions": ["Rome", "Roma"]}
+    chat = {"prompt": RLINF, "solutions": "Ann"}
+    questions = load_questions(write_rows(tmp_path / "rlinf.jsonl", plain, chat))
+    assert [question.text for question in questions] == ["where?", "where?"]
+    assert [question.golden_answers for question in questions] == [("Rome", "Roma"), ("Ann",)]
+    prompts = [question.text.join(question.prompt[0].parts) for question in questions]
+    assert prompts == [plain["prompt"], chat["prompt"]]
 
 
 def test_content_decides_the_format(tmp_path):
@@ -198,7 +261,7 @@ def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
         (b"question,answer\na,b\nc\n", r":3: expected 2 columns \(question, answer\), got 1"),
         (b"who\t['a']\nwhere\t[a\n", ":2: expected a list of answers"),
         (b"who\t['a']\nwhere\t{[1]}\n", ":2: expected a list of answers"),
-        (b'{"text": 1, "n": 2}\n', ":1: no known layout: the keys are text, n"),
+        (b'{"text": 1, "n": 2}\n', r":1: no known layout: the keys are text, n; name the columns \("),
     ],
 )
 def test_broken_file_is_refused(tmp_path, content, message):
@@ -288,7 +351,7 @@ def test_answers_that_cannot_be_right_are_named():
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"```(?:json|text) (\S+)\n(.*?)```", TEXT, re.DOTALL))
+(DEMONSTRATIONS,) = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 QUESTIONS = sorted((ROOT / "examples/questions").iterdir())
@@ -344,7 +407,7 @@ def test_layout_has_an_example():
 
 def test_demonstrations_are_equal_in_both_layouts(tmp_path):
     path = tmp_path / "demonstrations.jsonl"
-    path.write_text(EXAMPLES[path.name])
+    path.write_text(DEMONSTRATIONS)
     ours, chat = load_demonstrations(path)
     assert [turn.text for turn in chat.turns] == ["<search> it </search>", "<answer> Ada </answer>"]
     assert chat.turns[0].documents == ours.turns[0].documents
@@ -364,3 +427,8 @@ def test_every_command_is_one(line):
         assert words[0] == "calibadv" and words[1] in cli.COMMANDS
         parsed = cli.parse(f"calibadv {words[1]}", "", words[2:])
         assert load_config([ROOT / file for file in parsed.configs], parsed.overrides).data.eval
+
+
+def test_lines_of_the_data_page_wrap_outside_of_code_and_tables():
+    prose = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+    assert not [line for line in prose.splitlines() if len(line) > 110 and not line.startswith("|")]

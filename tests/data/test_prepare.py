@@ -53,6 +53,61 @@ def test_dropped_rows_are_counted_by_reason_and_source(files, tmp_path, capsys):
     assert example["row"] == f"{train}:3" and "golden_answers" in example["question"]
 
 
+def test_command_writes_parquet_of_one_data_source_and_prints_the_counts(files, tmp_path, capsys):
+    train, test = files
+    filters = ["--exclude", test, "--max_characters", "99", "--only", "hotpotqa"]
+    assert call(train, "--output", tmp_path / "out.parquet", *filters) == 0
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    reasons = ["no", "answer", "other", "data", "source", "overlap", "too", "long"]
+    assert header.split() == ["data", "source", "read", "written", *reasons]
+    assert [line.split() for line in rows[:3]] == [
+        ["hotpotqa", "3", "1", "0", "0", "1", "1"],
+        ["nq", "3", "0", "1", "2", "0", "0"],
+        ["all", "6", "1", "1", "2", "1", "1"],
+    ]
+    assert [question.text for question in load_questions(tmp_path / "out.parquet")] == ["Another of this id"]
+
+
+def test_report_shows_a_few_duplicates(tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", *(row(number, "Same?") for number in range(20)))
+    report = prepare(str(train), tmp_path / "out.jsonl")
+    assert report.rows()[-1] == ["all", 20, 1, 19]
+    assert len(report.examples["duplicate"]) == EXAMPLES
+
+
+def test_repeated_ids_of_other_peoples_parquet_are_numbered(tmp_path):
+    rows = [
+        {
+            "data_source": "nq",
+            "prompt": [{"role": "user", "content": f"Question: q{number}?\n"}],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["ada"]}},
+            "extra_info": {"split": "test", "index": 0},  # repeats, as in merged test files
+        }
+        for number in range(3)
+    ]
+    path = write_rows(tmp_path / "test.parquet", *rows)
+    with pytest.raises(UserError, match="id 'nq_test_0' was used before"):
+        load_questions(path)
+    prepare(str(path), tmp_path / "out.jsonl")
+    ids = [question.id for question in load_questions(tmp_path / "out.jsonl")]
+    assert ids == ["nq_test_0", "nq_test_0_2", "nq_test_0_3"]
+
+
+def test_no_question_left_writes_nothing(files, tmp_path):
+    message = r"no question is left, 6 were dropped \(no answer, other data source\)"
+    with pytest.raises(UserError, match=message):
+        prepare(str(files[0]), tmp_path / "out.jsonl", Filters(data_sources={"none"}))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_rows_without_data_source_are_counted_under_the_name_that_is_given(tmp_path):
+    rows = [{"id": n, "question": f"q{n}", "golden_answers": ["ada"] * (n > 0)} for n in range(3)]
+    report = prepare({"mine": str(write_rows(tmp_path / "x.jsonl", *rows))}, tmp_path / "out.jsonl")
+    assert report.rows() == [["mine", 3, 2, 1], ["all", 3, 2, 1]]
+    assert {question.data_source for question in load_questions(tmp_path / "out.jsonl")} == {"mine"}
+
+
 def test_questions_are_compared_by_their_words():
     for question, other in (("Who wrote it?", "who WROTE it"), ("Straße", "STRASSE"), ("ﬁsh", "fish")):
         assert question_key(question) == question_key(other)

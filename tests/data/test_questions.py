@@ -35,6 +35,8 @@ def make(count, source="nq"):
         ('{"id": ' + "[" * 200_000, "not valid JSON"),
         ("[1]", "expected a JSON object, got list"),
         (GOOD | {"id": "2", "golden_answers": []}, "key 'golden_answers' holds no answer"),
+        (GOOD | {"id": "2", "golden_answers": [""]}, "key 'golden_answers' holds no answer"),
+        (GOOD | {"id": "2", "question": " "}, "field 'question' must be a non-empty string"),
         ({"id": "2", "golden_answers": ["me"]}, "field 'question' must be"),
         (GOOD | {"id": "2", "supporting_ids": {"a": 1}}, "key 'supporting_ids' must be text or a"),
         (GOOD, "id '1' was used before, at .*q.jsonl:1"),
@@ -57,6 +59,20 @@ def test_row_without_answer_names_its_layouts_source(tmp_path):
     rows = row, row | {"data_source": "mine"}
     reasons = [reason for _, reason in read_questions(write_rows(tmp_path / "q.jsonl", *rows), "q")]
     assert [reason.source for reason in reasons] == ["musique", "mine"]
+
+
+def test_questions_survive_writing(tmp_path):
+    questions = [Question("1", "wer?", ("ich", "du"), "nq", ("7",))]
+    write_questions(tmp_path / "q.jsonl", questions)
+    assert load_questions(tmp_path / "q.jsonl") == questions
+
+
+def test_blank_lines_end_nothing(tmp_path):
+    path = tmp_path / "q.jsonl"
+    write_questions(path, make(2))
+    first, second = path.read_text().splitlines()
+    path.write_text(f"\n{first}\n  \n\n{second}\n\n")
+    assert load_questions(path) == make(2)
 
 
 def test_missing_and_empty_files(tmp_path):
@@ -86,6 +102,7 @@ def test_question_with_lone_surrogate_can_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("data.train=a.jsonl", "a.jsonl"),
         ("data.train=2026_11", "2026_11"),
         ("data.train=[a.jsonl, 7]", ["a.jsonl", "7"]),
         ("data.train={nq: a.jsonl}", {"nq": "a.jsonl"}),
@@ -147,6 +164,13 @@ def test_several_files_are_read_in_the_order_given(tmp_path):
     assert [question.id for question in load_questions({"mine": nq})] == ["mine_0", "mine_1"]
     path = write(tmp_path / "nq/train.jsonl", 1, data_source="theirs")
     assert sources_of(load_questions({"mine": path})) == ["theirs"], "that of the row wins"
+
+
+def test_id_in_two_files_is_named_with_both_places(tmp_path):
+    first = write(tmp_path / "a.jsonl", 1, data_source="x")
+    second = write(tmp_path / "b.jsonl", 1, data_source="x")
+    with pytest.raises(UserError, match=f"{second}:1: id '0' was used before, at {first}:1"):
+        load_questions([first, second])
 
 
 def test_nothing_that_fits_is_one_line(tmp_path):
@@ -220,7 +244,7 @@ BROKEN = [
 @pytest.mark.parametrize("cell", BROKEN)
 def test_broken_list_in_a_table_is_refused(tmp_path, cell):
     path = write_table(tmp_path / "mine.csv", [["question", "answer"], ["who?", "Ada"], ["what?", cell]])
-    with pytest.raises(UserError, match="mine.csv:3: key 'answer' begins as a list, but is none"):
+    with pytest.raises(UserError, match="mine.csv:3: key 'answer' begins as a list, but is none: .*write"):
         load_questions(path)
 
 
@@ -234,6 +258,16 @@ def test_table_has_the_booleans_and_numbers_of_pandas(tmp_path):
     assert [question.golden_answers for question in questions] == [("5",), ("yes",), ("no",), ("Ada", "Bo")]
     assert [question.id for question in questions] == ["1", "2", "mine_3", "4"]
     assert [question.supporting_ids for question in questions] == [("7",), (), ("8",), ("7", "8")]
+
+
+def test_own_layout_may_be_a_table(tmp_path):
+    (tmp_path / "mine.csv").write_text(
+        "id,question,golden_answers,data_source,supporting_ids\n"
+        "1,who?,\"['Ada', 'Bo']\",mine,\"['7', '8']\"\n2,where?,Rome,mine,\n"
+    )
+    first, second = load_questions(tmp_path / "mine.csv")
+    assert (first.golden_answers, first.supporting_ids) == (("Ada", "Bo"), ("7", "8"))
+    assert (second.golden_answers, second.supporting_ids) == (("Rome",), ())
 
 
 @pytest.mark.parametrize("name", ["q.json", "q.jsonl", "q.parquet"])
@@ -287,7 +321,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
         "q4": [0.75, 0.75],
         "q5": [],  # all trajectories failed
     }.items():
-        first.note(name, scores)
+        first.record_scores(name, scores)
     assert first.num_resting == 2
     resumed.set_state(json.loads(json.dumps(first.get_state())))
     for item in (first, resumed):
@@ -299,7 +333,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
 def test_by_default_no_question_rests():
     iterator = QuestionIterator(QUESTIONS, 0, False)
     for scores in ([1.0] * 3, [0.0] * 3, [-1.0], [2.0] * 3):
-        iterator.note("q0", scores)
+        iterator.record_scores("q0", scores)
     assert iterator.get_state() == {"drawn": 0}
     with pytest.raises(ValueError, match="rest_below is 0.5, but must be below rest_above"):
         DataConfig(rest_below=0.5, rest_above=0.5)
@@ -336,7 +370,7 @@ def test_question_without_required_prompt_is_refused():
     check_questions(MIXED, {}, "paper")
     carried = [replace(question, prompt=(Message("user", ("x",)),)) for question in MIXED]
     check_questions(carried, WEIGHTS, "from_data")
-    with pytest.raises(UserError, match="question 'hotpotqa3': prompt.template is 'from_data'"):
+    with pytest.raises(UserError, match="question 'hotpotqa3': .* is 'from_data', but its row has"):
         check_questions([*carried, MIXED[9]], WEIGHTS, "from_data")
 
 
@@ -381,6 +415,9 @@ def test_every_field_arrives_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
+        ({"text": "<think> only a thought </think>"}, "a turn must hold <search> query </search> or"),
+        ({"text": "<think> t </think> Rome"}, "a turn must hold <search> query </search> or"),
+        ({"text": ""}, "every turn needs a non-empty 'text'"),
         ({"text": "<search> </search>"}, "a turn must hold <search> query"),
         ({"text": "<answer> a <search> b </search> </answer>"}, "a turn must hold <search> query"),
         ({"text": "  "}, "every turn needs a non-empty 'text'"),
@@ -394,6 +431,13 @@ def test_every_field_arrives_in_order(tmp_path):
 def test_invalid_turn_is_named_with_its_line(tmp_path, turn, message):
     path = write_rows(tmp_path / "demos.jsonl", row(ANSWER), row(ANSWER, turn))
     with pytest.raises(UserError, match=f"demos.jsonl:2: {message}"):
+        load_demonstrations(path)
+
+
+@pytest.mark.parametrize("turns", [[], None, "x"])
+def test_demonstration_without_turns_is_refused(tmp_path, turns):
+    path = write_rows(tmp_path / "demos.jsonl", row(turns=turns))
+    with pytest.raises(UserError, match="demos.jsonl:1: field 'turns' must be a non-empty list"):
         load_demonstrations(path)
 
 

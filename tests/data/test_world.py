@@ -8,14 +8,24 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.demonstrations import GENERATORS, imperfect
-from calibadv_jax.contrib.worlds.words import build_word_tokenizer
-from calibadv_jax.contrib.worlds.world import RUMOUR, generate_world, split_of, write_world
+from calibadv_jax.contrib.worlds.words import POOLS, build_word_tokenizer
+from calibadv_jax.contrib.worlds.world import (
+    ASKERS,
+    RUMOUR,
+    generate_world,
+    make_facts,
+    make_passages,
+    split_of,
+    write_world,
+)
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
+from calibadv_jax.run.model import load_tokenizer
 from examples.own_tool import Calculator
 
 SMALL = WorldConfig(people=40, cities=12, companies=12, works=8, train_questions=300, eval_questions=200)
@@ -25,6 +35,7 @@ PAGES = WorldConfig(people=20, cities=8, companies=8, works=8, train_questions=6
 PAGES = replace(PAGES, one_hop=1, two_hop=0, comparison=0, pages=True)
 AGES = replace(PAGES, age=1)
 STATED = RUMOUR.removesuffix("{}")
+COUNTS = {"person": 60, "city": 20, "company": 20, "work": 20}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +62,101 @@ def test_no_entity_is_in_two_splits(world):
     assert answers[0] & answers[1] == {"yes", "no"}
     assert not any(STATED in passage.text for passage in world.passages), "rumours only where they are asked"
     assert {question.data_source for question in world.train} == {"one_hop", "two_hop", "comparison"}
+
+
+def test_every_word_occurs_in_every_split():
+    for kind, (first, second) in POOLS.items():
+        for split in ("train", "eval", "cold_start"):
+            names = [f"{a} {b}" for a in first for b in second if split_of(f"{a} {b}") == split]
+            assert {name.split()[0] for name in names} == set(first), (kind, split)
+            assert {name.split()[1] for name in names} == set(second), (kind, split)
+
+
+def test_no_entity_occurs_twice():
+    facts = make_facts(SMALL, np.random.default_rng(0), COUNTS, "train")
+    for kind, names in facts.entities.items():
+        assert len(names) == len(set(names)) == COUNTS[kind]
+
+
+@pytest.mark.parametrize(("kind", "hops"), [("one_hop", 1), ("two_hop", 2), ("comparison", 2)])
+def test_every_step_to_an_answer_is_a_sentence_of_its_passage(kind, hops):
+    rng = np.random.default_rng(1)
+    facts = make_facts(SMALL, rng, COUNTS, "train")
+    passages = dict(make_passages(facts, rng))
+    for _ in range(300):
+        drawn = ASKERS[kind](facts, rng)
+        assert len(drawn.searches) == len(drawn.findings) == len(drawn.statements) == hops
+        for title, finding, statement in zip(drawn.searches, drawn.findings, drawn.statements, strict=True):
+            assert f"{statement}." in passages[title]
+            assert statement.startswith(title) and statement.endswith(finding)
+        if kind == "comparison":
+            assert drawn.answer == ("yes" if drawn.findings[0] == drawn.findings[1] else "no")
+            assert drawn.searches[0] != drawn.searches[1]
+            assert all(name in drawn.text for name in drawn.searches)
+        else:
+            assert drawn.answer == drawn.findings[-1]
+            assert drawn.searches[0] in drawn.text
+            assert drawn.answer not in drawn.text, "nobody answers a question about himself"
+        if kind == "two_hop":
+            assert drawn.searches[1] == drawn.findings[0]
+
+
+def stated_rumour(passage):
+    """The one sentence of a passage that may be false, without its opening words."""
+    sentences = passage.removesuffix(".").split(". ")
+    (rumour,) = [sentence for sentence in sentences if sentence.startswith(STATED)]
+    return rumour.removeprefix(STATED)
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.4, 1.0])
+def test_rumours_are_as_often_true_as_configured(truth):
+    rng = np.random.default_rng(0)
+    config = replace(RUMOURS, rumour_truth=truth)
+    are_true = []
+    for _ in range(10):
+        facts = make_facts(config, rng, COUNTS, "train")
+        passages = dict(make_passages(facts, rng))
+        for _ in range(40):
+            drawn = ASKERS["rumour"](facts, rng)
+            name, bridge = drawn.searches
+            assert f"{drawn.statements[0]}." in passages[name]
+            assert f"{drawn.statements[1]}." in passages[bridge]
+            stated = stated_rumour(passages[name])
+            assert stated.startswith(bridge)
+            are_true.append(stated == drawn.statements[1])
+            assert drawn.answer not in drawn.text
+            assert facts.rumours[name].object not in drawn.text
+    assert np.mean(are_true) == pytest.approx(truth, abs=0.1)
+
+
+def test_every_passage_has_a_rumour_that_answers_rumour_questions_alone():
+    world = generate_world(RUMOURS)
+    by_id = {passage.id: passage for passage in world.passages}
+    for question in world.train:
+        passages = [by_id[name] for name in question.supporting_ids]
+        stated = stated_rumour(passages[0].text)
+        if question.data_source == "rumour":
+            assert stated.startswith(passages[1].title)
+        if question.data_source == "two_hop":
+            assert question.golden_answers[0] not in stated or not stated.startswith(passages[1].title)
+    counts = Counter(question.data_source for question in world.train)
+    shares = {kind: count / len(world.train) for kind, count in counts.items()}
+    assert shares == pytest.approx({"one_hop": 0.2, "two_hop": 0.2, "rumour": 0.6}, abs=0.06)
+
+
+def test_search_alone_answers_nothing_in_a_world_with_pages():
+    world = generate_world(PAGES)
+    passages = {passage.id: passage for passage in world.passages}
+    pages = {page.id: page for page in world.pages.values()}
+    assert len(pages) == len(world.pages) == len(world.passages)
+    for question in (*world.train, *world.eval):
+        passage_id, page_id = question.supporting_ids
+        passage, page, (answer,) = passages[passage_id], pages[page_id], question.golden_answers
+        assert passage.title == page.title
+        assert answer in page.text and answer not in passage.text
+        address = page_id.removeprefix("page ")
+        assert passage.text == f"the page of {page.title} is {address}."
+        assert world.pages[address] == page
 
 
 def test_answers_follow_from_supporting_passages(world):
@@ -100,6 +206,25 @@ def test_tokenizer_has_every_word(config):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.unk_token_id not in ids, text
         assert tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) == ids
+
+
+def load_with_transformers(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [load_tokenizer, pytest.param(load_with_transformers, marks=pytest.mark.medium)],  # its import is slow
+)
+def test_tokenizer_survives_saving(tmp_path, load):
+    tokenizer = build_word_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    text = "<think> find adara almson </think>\n<search> adara almson </search>"
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.eos_token_id == tokenizer.eos_token_id
 
 
 def test_more_words_move_no_token():
@@ -156,6 +281,23 @@ def test_world_folder_is_written_once(tmp_path):
         assert (folder / "manifest.json").read_bytes() == content
     pages = rows_of(write_world(replace(PAGES, dir=str(tmp_path / "pages"))) / "pages.jsonl")
     assert len(pages) == 88 and set(pages[0]) == {"url", "contents"}
+
+
+def test_folder_that_is_older_than_a_key_is_the_same_world(tmp_path):
+    config = WorldConfig(dir=str(tmp_path / "world"), people=40, train_questions=20, eval_questions=20)
+    manifest = write_world(config) / "manifest.json"
+    older = json.loads(manifest.read_text(encoding="utf-8"))
+    del older["rumour"]
+    manifest.write_text(json.dumps(older), encoding="utf-8")
+    assert write_world(config) == manifest.parent
+
+
+@pytest.mark.parametrize("content", [b"", b'{"seed": 0, "peo', b"[]", b"\xff"])
+def test_folder_with_a_foreign_manifest_is_left_alone(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match="holds something other than this world"):
+        write_world(replace(SMALL, dir=str(tmp_path)))
+    assert (tmp_path / "manifest.json").read_bytes() == content
 
 
 def test_too_large_world_is_refused():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from replay import replay
 
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.answers import normalise_answer
-from calibadv_jax.core.tags import parse_turn
+from calibadv_jax.core.tags import TAGS, parse_turn
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.rewards.score import f1, format_flaw, score_groups, score_trajectory, text_scores
 
@@ -92,6 +94,13 @@ def test_text_of_marked_answer_is_that_answer(kind, score):
 def test_penalty_without_a_range_is_refused(penalty, start, end):
     with pytest.raises(ValueError, match="overlong_from"):
         RewardConfig(overlong_penalty=penalty, overlong_from=start, overlong_until=end)
+
+
+@pytest.mark.parametrize("answer", [None, "Rome"])
+def test_question_without_golden_answers_is_refused(answer):
+    trajectory = replace(attempt(answer), question=Question("empty", "?", (), "test"))
+    with pytest.raises(ValueError, match="'empty' has no golden answers"):
+        score_trajectory(trajectory, RewardConfig())
 
 
 def step():
@@ -198,6 +207,8 @@ def test_equal_fractions_are_equal_doubles():
 
 def test_repeated_word_counts_on_both_sides():
     """By hand: common words over the mean of both numbers of words."""
+    assert f1("new new york", ["new new york"]) == 1.0
+    assert f1("new york", ["new new york city"]) == 2 * 2 / (2 + 4)
     assert f1("new new york", ["new york"]) == 2 * 2 / (3 + 2)  # one "new" has nothing to match
     assert f1("bora bora", ["bora bora island"]) == 2 * 2 / (2 + 3)
     assert f1("yes yes yes yes", ["yes"]) == 2 * 1 / (4 + 1)
@@ -274,3 +285,86 @@ def test_opening_of_prompt_counts_in_first_turn(opening, text, expected):
 )
 def test_flaw_of_a_trajectory_names_its_turn(turns, flaw):
     assert flaw_of(*turns, actions=("search", "access")) == flaw
+
+
+INFORMATION = "\n\n<information>Doc 1</information>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (SEARCH + INFORMATION + ANSWER, True),
+        ((SEARCH + INFORMATION) * 4 + ANSWER, True),
+        (ANSWER, False),
+        (SEARCH + INFORMATION, False),
+        ((SEARCH + INFORMATION) * 2, False),
+        (SEARCH + INFORMATION + ANSWER + "<think>", False),
+        (SEARCH + INFORMATION + ANSWER + ANSWER, False),
+        (SEARCH + "</search>" + INFORMATION + ANSWER, False),
+        (SEARCH + INFORMATION + "<think></think><answer></answer>", True),
+        ("<think></think><search></search>" + INFORMATION + ANSWER, False),
+        ("", False),
+    ],
+)
+def test_format_of_a_whole_response(response, expected):
+    assert (not format_flaw(replay(response, ["Rome"]))) is expected
+
+
+@pytest.mark.parametrize(
+    ("turns", "flaw"),
+    [
+        (
+            [turn("search", BARE, 4), turn("answer", ANSWER)],
+            "turn 1: not exactly one <think> before <search>",
+        ),
+        (
+            [turn("search", SEARCH, 4), turn("answer", "<answer>Rome</answer>")],
+            "turn 2: not exactly one <think> before <answer>",
+        ),
+        ([turn("search", SEARCH, 4), turn("invalid", "hm", 2), turn("answer", ANSWER)], "turn 2: no action"),
+        (
+            [turn("search", SEARCH, 4), turn("unfinished", "<think> long")],
+            "turn 2: <think> is not closed",
+        ),
+        ([turn("search", SEARCH, 4), turn("unfinished", "")], "turn 2: no action"),
+        ([turn("search", "Sure. " + SEARCH, 4), turn("answer", ANSWER)], "turn 1: text before <think>"),
+        ([turn("search", ANSWER, 4), turn("answer", ANSWER)], "turn 1: <answer> in a turn of kind search"),
+    ],
+)
+def test_turn_that_breaks_the_protocol_is_named(turns, flaw):
+    assert flaw_of(*turns).startswith(flaw)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think> t </think><search> q </search><information>Rome</information>",
+        "<think> t <information>Rome</information> </think><search> q </search>",
+        "<think> t </think><information>Rome</information><search> q </search>",
+        "<think> t </think><search> <answer>Rome</answer> </search>",
+        "<think> t </think><search> q <think> </search>",
+    ],
+)
+def test_policy_cannot_write_an_observation_or_nest_tags(text):
+    assert not is_valid(turn("search", text, 4), turn("answer", ANSWER))
+
+
+def is_valid_as(kind, text):
+    """Whether a trajectory is valid whose turn of this kind has this text."""
+    texts = {"search": SEARCH, "answer": ANSWER} | {kind: text}
+    return is_valid(turn("search", texts["search"], 2), turn("answer", texts["answer"]))
+
+
+@pytest.mark.parametrize("kind", ["search", "answer"])
+def test_of_all_runs_of_four_tags_one_is_valid(kind):
+    runs = itertools.product(TAGS, repeat=4)
+    valid = [tags for tags in runs if is_valid_as(kind, "{}t{} {}q{}".format(*tags))]
+    assert valid == [("<think>", "</think>", f"<{kind}>", f"</{kind}>")]
+
+
+@pytest.mark.parametrize("kind", ["search", "answer"])
+def test_one_tag_more_is_invalid_at_every_place(kind):
+    for tag, place in itertools.product(TAGS, range(5)):
+        pieces = ["<think>", "</think>", f"<{kind}>", f"</{kind}>"]
+        pieces.insert(place, tag)
+        assert not is_valid_as(kind, " ".join(pieces)), pieces

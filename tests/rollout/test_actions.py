@@ -277,6 +277,23 @@ def test_invalid_reply_is_refused(loop, brings):
         loop(*USED, actions=[GuardedAction(Tool(brings), 9)])
 
 
+@pytest.mark.parametrize(("brings", "kind"), [(5, "int"), (Reply(None), "Reply")], ids=str)
+def test_refused_reply_names_its_type_and_what_is_expected(loop, brings, kind):
+    with pytest.raises(UserError) as caught:
+        loop(*USED, actions=[GuardedAction(Tool(brings), 9)])
+    assert str(caught.value) == (
+        f"action tool: call returned {kind}; it must return a text, a list of Documents or a Reply, whose"
+        " ids, titles and texts are texts and whose scores are finite"
+    )
+
+
+def test_render_that_returns_no_text_ends_the_run(loop):
+    tool = Tool("x")
+    tool.render = lambda reply: 15
+    with pytest.raises(UserError, match="action tool: render returned int; it must return a text"):
+        loop(*USED, actions=[GuardedAction(tool, 9)])
+
+
 @pytest.mark.parametrize(
     ("error", "kind"), [(ValueError("no"), ValueError), (UserError("key"), UserError), (OSError("x"), None)]
 )

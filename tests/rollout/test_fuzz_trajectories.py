@@ -1,4 +1,4 @@
-"""Hostile steps through agent loop, reward and advantages: what holds whatever anybody writes."""
+"""Hostile steps through agent loop, reward, advantages and packing: what holds whatever anybody writes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import Grammar, neutralise, refusal_text
 from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.learner.batching import Rows, RowShape, token_weights
+from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
@@ -191,6 +193,58 @@ def check_trajectory(trajectory, completions, tokenizer, step):
         assert trajectory.answer is not None
 
 
+def last_sampled_values(trajectory, values):
+    """The advantages of a trajectory's last turn that has sampled tokens."""
+    start, last = 0, values[:0]
+    for turn in trajectory.turns:
+        if len(turn.token_ids):
+            last = values[start : start + len(turn.token_ids)]
+        start += len(turn.token_ids) + len(turn.observation_ids)
+    return last.astype(np.float64)
+
+
+def check_balance(group, advantages, target_ratio):
+    """Negative over positive advantage of the last sampled turns is the target ratio, where both exist.
+
+    Returns:
+        Whether both exist.
+    """
+    scores = np.array([trajectory.answer_score for trajectory in group.trajectories])
+    pairs = zip(group.trajectories, advantages, strict=True)
+    last = [last_sampled_values(trajectory, values) for trajectory, values in pairs]
+    tokens = np.concatenate(last)
+    positive, negative = tokens[tokens > 0].sum(), -tokens[tokens < 0].sum()
+    sides = set()
+    if scores.max() > scores.min():
+        sides = {
+            sign for sign, values in zip(np.sign(scores - scores.mean()), last, strict=True) if len(values)
+        }
+    if {-1.0, 1.0} <= sides:
+        assert negative / positive == pytest.approx(target_ratio, rel=1e-4)
+        return True
+    assert positive == negative == 0
+    return False
+
+
+def check_batch(trajectories, advantages, pack_length):
+    """A column has a weight exactly where its target was sampled, and then that token's advantage."""
+    pairs = [pair for pair in zip(trajectories, advantages, strict=True) if pair[0].mask.any()]
+    samples = [make_sample(trajectory, values) for trajectory, values in pairs]
+    rows = Rows(samples, [RowShape(pack_length, 1)], token_weights(samples, "token_mean"))
+    (batch,) = rows.batches()
+    num_sampled = sum(int(trajectory.mask.sum()) for trajectory, _ in pairs)
+    weight = np.float32(1 / num_sampled)
+    for (trajectory, values), placement in zip(pairs, rows.plan.placements, strict=True):
+        start = placement.start + len(trajectory.prompt_ids) - 1
+        columns = slice(start, start + len(trajectory.mask))  # those that predict the response
+        np.testing.assert_array_equal(batch.targets[placement.row, columns], trajectory.response_ids)
+        np.testing.assert_array_equal(batch.weights[placement.row, columns], weight * trajectory.mask)
+        np.testing.assert_array_equal(batch.advantages[placement.row, columns], values)
+        np.testing.assert_array_equal(batch.sampler_logprobs[placement.row, columns], trajectory.logprobs)
+    # No column of a prompt, of padding or at an end has a weight.
+    assert np.count_nonzero(batch.weights) == num_sampled
+
+
 def harmless(document, tokenizer, grammar):
     """A document of as many tokens that says nothing."""
     extra = added_token_strings(tokenizer)
@@ -216,6 +270,9 @@ def run_step(seed, tokenizer):
         assert np.isfinite(values).all() and not values[~trajectory.mask].any()
         counts.update(turn.kind for turn in trajectory.turns)
         counts.update(["paid"] * (trajectory.answer_score > 0) + ["valid"] * trajectory.format_valid)
+    for group, values in zip(groups, result.advantages, strict=True):
+        counts["two-sided"] += check_balance(group, values, step.advantage.target_ratio)
+    check_batch(trajectories, advantages, step.rollout.max_length)
     blank, _ = written(step, tokenizer, lambda shown: harmless(shown, tokenizer, step.grammar))
     blank_trajectories = [trajectory for group in blank for trajectory in group.trajectories]
     for trajectory, other in zip(trajectories, blank_trajectories, strict=True):
@@ -239,7 +296,8 @@ def run_steps(seeds, tokenizer):
 def test_thousand_hostile_trajectories(byte_tokenizer):
     counts = run_steps(range(10), byte_tokenizer)
     kinds = ("search", "answer", "invalid", "unfinished", "paid", "valid", "access", "tool")
-    assert min(counts[kind] for kind in kinds) > 50
+    assert min(counts[kind] for kind in kinds) > 100
+    assert counts["two-sided"] > 50
 
 
 @pytest.mark.slow

@@ -104,6 +104,56 @@ def test_trajectories_start_in_order_within_max_concurrency(byte_tokenizer):
     assert first_calls == [f"step4/{number}/{index}" for number in range(3) for index in range(2)]
 
 
+def test_concurrency_does_not_change_what_is_written(byte_tokenizer):
+    def write(max_concurrency):
+        sampler = ScriptedSampler(byte_tokenizer, script)
+        groups = collect(sampler, max_concurrency=max_concurrency)
+        ids = [member.response_ids for group in groups for member in group.trajectories]
+        seeds = sorted((session, sampling.seed) for session, _, sampling in sampler.calls)
+        return np.concatenate(ids), seeds
+
+    alone_ids, alone_seeds = write(max_concurrency=1)
+    together_ids, together_seeds = write(max_concurrency=64)
+    np.testing.assert_array_equal(alone_ids, together_ids)
+    assert alone_seeds == together_seeds
+
+
+def test_members_of_a_group_and_turns_draw_different_tokens(byte_tokenizer):
+    sampler = ScriptedSampler(byte_tokenizer, script)
+    collect(sampler)
+    seeds = [sampling.seed for _, _, sampling in sampler.calls]
+    assert len(set(seeds)) == len(seeds) == 12
+
+
+def test_no_questions_give_no_groups(byte_tokenizer):
+    context = context_of(ScriptedSampler(byte_tokenizer, script), byte_tokenizer)
+    assert asyncio.run(collect_groups(context, [], 0, "step4")) == []
+
+
+def test_question_with_too_long_a_prompt_is_named(byte_tokenizer):
+    long = Question("long", "x" * 90, ("x",), "test")
+    context = context_of(ScriptedSampler(byte_tokenizer, script), byte_tokenizer, max_prompt_length=50)
+    with pytest.raises(UserError, match="question 'long'"):
+        asyncio.run(collect_groups(context, [*QUESTIONS, long], 0, "step4"))
+
+
+def test_cancelled_collection_cancels_every_trajectory(byte_tokenizer):
+    sampler = ScriptedSampler(byte_tokenizer, script, delay=lambda *_: 3600.0)
+    context = context_of(sampler, byte_tokenizer, group_size=2)
+
+    async def cancel():
+        task = asyncio.create_task(collect_groups(context, QUESTIONS, 0, "step4"))
+        while len(sampler.calls) < 6:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(cancel()) == set()
+    assert len(sampler.released) == 6
+
+
 @pytest.mark.parametrize(("max_concurrency", "released"), [(64, [6]), (2, [2, 3, 4])])
 def test_error_stops_all_and_is_raised_unchanged(byte_tokenizer, max_concurrency, released):
     """The second trajectory fails in its second turn; the others would wait for an hour."""
@@ -141,6 +191,19 @@ def test_search_that_fails_ends_its_trajectory_only(byte_tokenizer, monkeypatch)
     assert errors[1][0] == "tool: MCP server srv --key ${oc.env:MY_KEY}: gone"
 
 
+def test_completion_that_fails_ends_its_trajectory_only(byte_tokenizer):
+    def speak(session, turn):
+        if (session, turn) == ("step4/0/1", 1):
+            raise RequestFailed("sampler", "no vLLM worker for 2 s")
+        return script(session, turn)
+
+    groups, errors = collect_failing(byte_tokenizer, GONE, script=speak)
+    assert errors == [[None, "sampler: no vLLM worker for 2 s", None], [None] * 3, [None] * 3]
+    (failed,) = groups[0].failed
+    assert [turn.kind for turn in failed.turns] == ["search"]
+    assert failed.turns[0].observation_text
+
+
 def test_trajectory_has_a_time_limit(byte_tokenizer):
     def delay(session, turn):
         return 3600.0 if session == "step4/2/0" and turn else 0.0
@@ -173,6 +236,15 @@ def test_too_many_failures_end_collection_with_commonest_reason(byte_tokenizer):
     assert QUESTIONS[1] in [group.question for group in groups]
 
 
+def test_commonest_reason_is_told_in_full(byte_tokenizer):
+    with pytest.raises(EnvironmentFailure) as caught:
+        collect_failing(byte_tokenizer, GONE, "bob", "ann", max_failed_share=0.9)
+    assert str(caught.value) == (
+        "9 of 9 trajectories failed, more than rollout.max_failed_share=0.9; the commonest reason (9 times):"
+        " retriever: retriever http://x: no answer for 600 s"
+    )
+
+
 def failed_group(*errors):
     question = QUESTIONS[0]
     return Group.from_attempts(
@@ -189,6 +261,10 @@ def test_share_itself_is_allowed():
     FailureCount(0, 0.0).add(failed_group(None))
     with pytest.raises(UserError, match="1 of 1000 "):
         FailureCount(1000, 0.0).add(failed_group("a: 1"))
+
+
+def test_share_of_one_allows_every_failure():
+    FailureCount(1, 1.0).add(failed_group("a: 1"))
 
 
 def test_refused_query_is_an_observation_that_says_so(byte_tokenizer):

@@ -78,10 +78,39 @@ def pending(*numbers):
     return [(number, f"q{number}") for number in numbers]
 
 
+def test_on_policy_begins_one_step_at_a_time():
+    background = Background()
+    rollouts = stream(background)
+    assert numbers(rollouts.take(0)) == [0, 1, 2]
+    assert sorted(background.futures) == [0, 1, 2]
+    rollouts.commit()
+    assert numbers(rollouts.take(1)) == [3, 4, 5]
+
+
 def test_ahead_by_one_takes_complete_groups_first():
     background, rollouts = begun(1, 4, 1, 5)
     assert sorted(background.futures) == list(range(2 * PER_STEP))
     assert numbers(rollouts.take(0)) == [1, 4, 5]
+
+
+def test_oldest_groups_are_waited_for_before_they_are_too_stale():
+    background, rollouts = begun(1, 3, 4, 5)
+    assert numbers(rollouts.take(0)) == [3, 4, 5]
+    rollouts.commit()
+    rollouts._begin_allowed(1)
+    for number in (6, 7, 8):  # complete, but of version 1; 0, 1 and 2 are of version 0 and due now
+        background.finish(number)
+    assert sorted(background.futures) == list(range(3 * PER_STEP))
+    waits = []
+
+    def finish_the_rest(running):
+        waits.append(len(running))
+        for number in (0, 1, 2):
+            background.finish(number)
+
+    rollouts._wait_for = finish_the_rest
+    assert numbers(rollouts.take(1)) == [0, 1, 2]
+    assert waits == [3]
 
 
 def test_untrained_groups_begin_again():

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, WORDS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import atomic_folder, write_jsonl
+from calibadv_jax.core.files import atomic_folder, write_jsonl, write_text
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.questions import write_questions
 
@@ -397,8 +397,8 @@ def write_world(config: WorldConfig) -> Path:
         UserError: The folder holds something else, or as `generate_world`.
     """
     folder = Path(config.dir)
-    manifest = json.dumps(dataclasses.asdict(config) | {"dir": ""}, indent=2).encode()
-    if (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == manifest:
+    manifest = dataclasses.asdict(config) | {"dir": ""}
+    if _read_manifest(folder) == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: holds something other than this world; remove it or change world.dir")
@@ -412,8 +412,23 @@ def write_world(config: WorldConfig) -> Path:
             pages = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
             write_jsonl(partial / "pages.jsonl", pages)
         build_word_tokenizer(config.pages, config.age > 0).save_pretrained(partial / "tokenizer")
-        (partial / MANIFEST).write_bytes(manifest)
+        write_text(partial / MANIFEST, json.dumps(manifest, indent=2))
     return folder
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the config of the world in a folder; a key that is newer than the folder has its default.
+
+    Returns:
+        The config, or None if the folder has no manifest of a world.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    if not isinstance(manifest, dict):
+        return None
+    return dataclasses.asdict(WorldConfig()) | manifest
 
 
 def _contents(document: Document) -> str:
