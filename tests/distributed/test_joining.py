@@ -34,6 +34,7 @@ VARIABLES = dict(zip(KEYS.values(), ("b:2", "4", "3"), strict=True))
     [
         ({}, {}, ""),
         ({"num_processes": 1}, {}, ""),
+        ({}, {"JAX_NUM_PROCESSES": "1"}, ""),
         (PAIR, {}, "several processes ON: this is number 1 of 2; they meet at a:1"),
         ({}, VARIABLES, "several processes ON: this is number 3 of 4; they meet at b:2"),
         (PAIR, VARIABLES, "several processes ON: this is number 1 of 2; they meet at a:1"),
@@ -42,7 +43,7 @@ VARIABLES = dict(zip(KEYS.values(), ("b:2", "4", "3"), strict=True))
         ({"num_processes": 2}, {}, "nothing says where they meet: set distributed.coordinator_address"),
         (ADDRESS | {"process_id": 0}, {}, "distributed.num_processes is missing"),
         (ADDRESS | {"num_processes": 2}, {}, "process_id is missing: give it (or JAX_PROCESS_ID)"),
-        (PAIR | {"process_id": 2}, {}, "process_id is 2, but there are distributed.num_processes=2"),
+        (PAIR | {"process_id": 2}, {}, "distributed.num_processes=2: they are numbered 0 to 1"),
     ],
 )
 def test_keys_and_environment_number_the_process(monkeypatch, keys, variables, words):
@@ -98,14 +99,18 @@ class OnMachines(ProcessGroup):
         self.machines = machines
 
 
+TOO_FEW = "names 1 vLLM worker for 2 processes: each process needs one .*; start 1"
+UNEVEN = "sampler.workers is 3, for 2 processes .* as many each: set it to a multiple of 2"
+
+
 @pytest.mark.parametrize(
     ("machines", "section", "keys", "message"),
     [
         ("aa", "retriever", {}, ""),
         ("ab", "retriever", {}, "retriever.url is empty, and the processes are on 2 machines"),
         ("ab", "retriever", {"url": "http://c:1"}, ""),
-        ("aa", "sampler", {"name": "vllm", "workers": 3}, "sampler.workers is 3, for 2 processes"),
-        ("aa", "sampler", {"name": "vllm", "urls": WORKERS[:1]}, "names 1 vLLM worker for 2 .*; start 1"),
+        ("aa", "sampler", {"name": "vllm", "workers": 3}, UNEVEN),
+        ("aa", "sampler", {"name": "vllm", "urls": WORKERS[:1]}, TOO_FEW),
         ("aa", "sampler", {"name": "vllm", "urls": WORKERS[:2]}, ""),
     ],
 )

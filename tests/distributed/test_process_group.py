@@ -230,5 +230,6 @@ def test_separate_run_folders_are_refused(tmp_path, is_one):
         assert first == second == "shared"
     else:
         assert isinstance(second, UserError) and f"run.dir={folders[1]}: process 1 (" in str(second)
+        assert "all processes must share one folder" in str(second)
         assert "process 1 (" in str(first) and str(second) in str(first)
     assert [path for folder in folders for path in folder.iterdir()] == []

@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+from contextlib import suppress
 from functools import partial
 
 import hosts_rig
@@ -147,3 +149,52 @@ def test_adapters_and_critic_continue_in_two_processes(settings, expected):
     assert "resuming from step 2" in ended[0][0]
     assert is_same(settings[0] / "shared", settings[0] / "adapted")
     assert sum(row["rollout/replaced_groups"] for row in hosts_rig.rows(settings[0] / "shared")[2:]) > 0
+
+
+def test_kill_of_one_of_four_ends_all_and_two_go_on(settings, undisturbed, expected):
+    """From one process to four, of which one is killed, to two, whose policy is exported and evaluated."""
+    folder = settings[0] / "killed"
+    train.run(config_of(settings, "killed", "learner.steps=2", "evaluate.every=0"))
+    overrides = arguments(settings, "killed", "checkpoint.every=1")
+    killed = hosts_rig.ends(hosts_rig.start(overrides, 4, 2, signals={2: f"{PER_STEP + 3}:9"}))
+    assert killed[2][1] == -9
+    for errors, status in (killed[0], killed[1], killed[3]):
+        line = next(line for line in errors.splitlines() if line.startswith("error: "))
+        assert status == 75 and "process 2" in line and "is lost" in line, (status, errors)
+    ended = hosts_rig.ends(hosts_rig.start(overrides, 2, 4))
+    assert [status for _, status in ended] == [0, 0], ended
+    # The third checkpoint may have been on its way to the disk.
+    assert re.search("resuming from step [23]", ended[0][0])
+    assert is_same(folder, undisturbed)
+    (weights, scores), (whole, expected_scores) = finished(settings, "killed"), expected
+    assert weights.keys() == whole.keys()
+    for name, array in weights.items():
+        np.testing.assert_allclose(array, whole[name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert scores == expected_scores and scores
+
+
+def take_over(store):
+    """Write the next version of a mirror's marker, once it has a checkpoint, as another start of the run."""
+    names = sorted(path.name for path in (store / mirror_marker.MARKER).glob("[0-9]*"))
+    with suppress(IndexError, FileNotFoundError, FileExistsError):  # a newer version may replace it
+        version = json.loads((store / mirror_marker.MARKER / names[-1]).read_text())
+        if version["steps"]:
+            version["owner"] = {"token": "another", "host": "elsewhere", "process": 7}
+            whole = store.with_name("next version")
+            whole.write_text(json.dumps(version))
+            (store / mirror_marker.MARKER / f"{int(names[-1]) + 1:08}").hardlink_to(whole)
+
+
+def test_mirror_that_is_taken_over_ends_both_at_one_step(settings):
+    """Only process 0, which copies, can find that out."""
+    folder, store = settings[0] / "overtaken", settings[0] / "overtaken_store"
+    overrides = ["checkpoint.every=1", "learner.steps=200", "evaluate.every=0", f"run.mirror={store}"]
+    running = hosts_rig.start(arguments(settings, "overtaken", *overrides), 2, 4)
+    while running[0].poll() is None:
+        take_over(store)
+        time.sleep(0.1)
+    (first, status), (second, other_status) = hosts_rig.ends(running)
+    assert (status, other_status) == (2, 2), (first, second)
+    assert "was taken over by another start of this run (process 7 on elsewhere)" in first
+    assert re.search(r"error: process 0 \(.*\) has ended: run.mirror=.* was taken over", second), second
+    assert newest_step(folder / "checkpoints") == len(hosts_rig.rows(folder)) < 200

@@ -33,6 +33,17 @@ from calibadv_jax.evaluation.report import (
     metric_names,
     summarise,
 )
+<<<<<<< HEAD
+=======
+from calibadv_jax.evaluation.report import (
+    ScoreReport,
+    interval,
+    intervals_of_sums,
+    metric_names,
+    stratified_mean,
+    summarise,
+)
+>>>>>>> f-services
 from calibadv_jax.evaluation.statistics import compare_paired
 from calibadv_jax.metrics.console import Console
 
@@ -180,6 +191,7 @@ def method(name, *texts):
         (tools(), tools(max_length=100), False),
         (tools(), tools(timeout=1.0), True),
         (judged(), judged({"answer": {"f1": 0.5, "judge": 0.5}}), False),
+        (judged(), judged({"answer": "em"}), False),
         (judged(), judged(model="large"), False),
         (judged(), judged(max_tokens=10), False),
         (judged(), judged(prompt_hash="b"), False),
@@ -191,6 +203,20 @@ def method(name, *texts):
 )
 def test_evaluation_is_identified_by_answers_inputs(first, second, are_equal):
     assert (identity_of(**first) == identity_of(**second)) == are_equal
+
+
+def test_warning_of_missing_answers_stands_above_the_table(monkeypatch):
+    scores = {"f1": 0.0, "questions": 3.0, "trajectories": 3.0, "failed": 0.0, "answered": 0.0}
+    lines = []
+    monkeypatch.setattr(evaluate, "choose_policy", lambda config: "a policy")
+    monkeypatch.setattr(evaluate, "evaluate_policy", lambda *_: ScoreReport({"1": {"all": scores}}))
+    monkeypatch.setattr(Console, "warn", lambda _, text: lines.append(text))
+    monkeypatch.setattr(Console, "say", lambda _, text: lines.append(text))
+    evaluate.run(Config())
+    policy, warning, table = lines
+    assert policy == "policy: a policy"
+    assert "transcripts are in" in warning
+    assert table.startswith("temperature  data")
 
 
 def test_evaluation_without_answers_is_a_warning(monkeypatch):
@@ -226,6 +252,20 @@ def test_interval_is_that_of_scipy(monkeypatch, elements):
     assert bootstrap_interval([FIRST, SECOND], 0.9, 500) == pytest.approx(
         (expected.low, expected.high), rel=1e-14
     )
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.8])
+def test_interval_is_that_of_all_resamples(confidence):
+    means = means_of_sources(resamples, FIRST)
+    bounds = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    assert interval([FIRST], confidence, 40_000) == pytest.approx(tuple(bounds), abs=0.01)
+
+
+@pytest.mark.medium
+def test_interval_of_an_average_resamples_within_each_data_source():
+    bounds = np.quantile(means_of_sources(resamples, FIRST, SECOND), [0.025, 0.975])
+    assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx(tuple(bounds), abs=0.01)
+    assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
 
 
 def test_interval_of_sums_resamples_rows():
@@ -281,6 +321,23 @@ def test_paired_comparison_equals_enumeration(first, second):
     assert 0.05 < compared.p_value < 0.95 and compared.p_value == pytest.approx(is_as_far.mean())
     bounds = np.quantile(means_of_sources(resamples, *differences), [0.025, 0.975])
     assert compare_paired(first, second, 0.95, 40_000).interval == pytest.approx(tuple(bounds), abs=0.01)
+
+
+def test_average_is_tested_with_equal_weights_of_data_sources():
+    first, second = [FIRST, SECOND], [FIRST[::-1] - 0.3, SECOND + 0.5]
+    apart = compare_paired(first, second, 0.95, 10_000)
+    together = compare_paired([np.concatenate(first)], [np.concatenate(second)], 0.95, 10_000)
+    assert together.p_value != pytest.approx(apart.p_value)
+
+
+def test_more_questions_of_one_difference_make_it_surer():
+    """The unit is the question: a narrower interval comes from more of them."""
+    few, many = (
+        compare_paired([np.zeros(count)], [np.tile([1.0, -0.5], count // 2)], 0.95, 2000)
+        for count in (20, 200)
+    )
+    assert many.interval[1] - many.interval[0] < (few.interval[1] - few.interval[0]) / 2
+    assert many.p_value < few.p_value
 
 
 def test_many_questions_are_exchanged_at_random():

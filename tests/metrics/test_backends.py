@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import socket
 import sys
@@ -85,6 +86,11 @@ def test_tensorboard_on_a_full_disk_is_an_error(small_disk):
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small_disk / "tensorboard"))
 
 
+def test_run_without_backends_writes_metrics_only(tmp_path):
+    write(tmp_path / "run", [], [1])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
 @pytest.mark.medium
 def test_mlflow_continues_its_run(tmp_path, mlflow):
     write(tmp_path / "seed-4", ["mlflow"], [1, 2], project="agents")
@@ -153,7 +159,7 @@ def test_address_without_port_is_refused(tmp_path, address):
 def test_missing_package_is_refused(tmp_path, monkeypatch, package):
     name = package.partition("-")[0]
     monkeypatch.setitem(sys.modules, "prometheus_client" if name == "prometheus" else name, None)
-    with pytest.raises(UserError, match=f"log.backends: .*pip install {package}"):
+    with pytest.raises(UserError, match=f"log.backends: {package} is not installed; pip install {package}"):
         open_backends(LogConfig(backends=[name]), tmp_path, 1)
 
 
@@ -172,3 +178,59 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     assert [(row["step"], row["reward/mean"]) for _, row in rows] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
     assert {name for name, _ in rows} == {(folder / "wandb_run_id").read_text()}, "the run is continued"
     assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+
+def log_records(data, block=32768):
+    """Yield the records of LevelDB's log format.
+
+    Its blocks hold records with a checksum (4 bytes), a length (2) and a kind (1).
+    """
+    position = 7  # after the file's own header
+    parts = []
+    while position + 7 <= len(data):
+        if block - position % block < 7:  # no room for a record's header: the rest is padding
+            position += block - position % block
+            continue
+        length = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
+        parts.append(data[position + 7 : position + 7 + length])
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
+def logged_rows(path):
+    """Rows that were logged to a file of W&B, from its protocol buffers."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for data in log_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            )
+    return rows
+
+
+@pytest.mark.slow
+def test_weights_and_biases_writes_its_files(tmp_path, monkeypatch):
+    """Its own process writes them; W&B's service writes on for a moment after the run has ended."""
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "seed-4"
+    folder.mkdir()
+    write(folder, ["wandb"], [1, 2])
+    time.sleep(1.1)  # W&B names its folders by the second
+    write(folder, ["wandb"], [2, 3], start_step=2)
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    expected = [[(1, 0.5), (2, 1.0)], [(2, 1.0), (3, 1.5)]]
+    deadline = time.monotonic() + 60
+    rows = []
+    while rows != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+        rows = [[(row["step"], row["reward/mean"]) for row in logged_rows(path)] for path in files]
+    assert rows == expected, [path.stat().st_size for path in files]

@@ -44,6 +44,30 @@ def test_step_is_one_line():
     assert all(map(find_metric, STEP_METRICS)), "every metric of the line is documented"
 
 
+def test_lines_of_a_run_are_aligned():
+    """However large or small the numbers, and whatever the width of a terminal."""
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    large = {"actor/grad_norm": 123.456, "rollout/sampled_tokens/mean": 16384.0}
+    large |= {"timing_s/step": 123.456, "perf/tokens_per_second": 234567.0}
+    for step, value in ((1, 0.0), (10, 0.987654), (100, 1.0), (1000, NAN)):
+        metrics = dict.fromkeys(STEP_METRICS, value) | {"timing_s/step": 100.0}
+        if step == 100:
+            metrics |= large
+        console.step(step, 2000, metrics)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 4 and len(lines[0]) > 100
+    assert len({line.index("s/step") for line in lines}) == 1
+    assert len({line.index(" tok/s") for line in lines}) == 1
+    assert lines[0].startswith("step    1/2000  loss  0.0000 nats  reward 0.000")
+
+
+def test_last_step_of_a_run_names_no_time_left():
+    stream = io.StringIO()
+    Console(stream=stream).step(5, 5, {"timing_s/step": 8.0, "perf/remaining_seconds": 0.0})
+    assert "ETA" not in stream.getvalue()
+
+
 def test_step_has_seconds_rates_and_time_left(clock):
     """Parts add up, failing ones too; the first step of a start compiles and tells nothing of the others."""
     console, left = Console(progress=False), []
@@ -84,7 +108,8 @@ def test_line_shows_progress_and_ends(clock):
 
 
 def test_durations_and_numbers_are_short():
-    assert [*map(duration, (0, 89, 90, 5400, 2.1 * 86400))] == ["0 s", "89 s", "2 min", "1.5 h", "2.1 d"]
+    seconds = (0, 89, 90, 720, 5400, 2.1 * 86400)
+    assert [*map(duration, seconds)] == ["0 s", "89 s", "2 min", "12 min", "1.5 h", "2.1 d"]
     shown = ["0.5234", "0", "5e-07", "12346", "-2.5", "nan"]
     assert [*map(number, (0.52341, 0.0, 5e-7, 12345.6, -2.5, NAN))] == shown
 
@@ -93,6 +118,7 @@ def test_no_progress_leaves_results_and_warnings(capsys):
     stream = Terminal()
     console = Console(progress=False, stream=stream)
     console.step(1, 2, {"reward/mean": 1.0})
+    console.note("working")
     with console.phase("update", announce=True), console.bar("rollouts", 3, "trajectories") as show:
         show(1)
     console.say("written to runs/a")

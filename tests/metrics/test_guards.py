@@ -50,6 +50,18 @@ def test_guard_trips_once_after_its_patience(name):
 
 
 @pytest.mark.parametrize("name", METRICS)
+def test_finding_names_metric_value_threshold_and_patience(name):
+    verdicts = feed(guards(action="stop", patience_steps=2), {}, BAD[name], BAD[name])
+    ((finding,),) = (verdict.findings for verdict in verdicts if verdict.findings)
+    threshold, metric = THRESHOLDS[name], METRICS[name]
+    limit = getattr(GuardsConfig(), threshold)
+    direction = "below" if threshold.startswith("min_") else "above"
+    value = f"{COLLAPSED[metric]:.4g}"
+    cause = f"({metric} {value}, {direction} guards.{threshold}={limit:g} for 2 step(s))"
+    assert finding == f"step 3: {GUARDS[threshold][1]} {cause}"
+
+
+@pytest.mark.parametrize("name", METRICS)
 def test_null_switches_guard_off_and_limit_is_good(name):
     limit = getattr(GuardsConfig(), THRESHOLDS[name])
     at_the_limit = feed(guards(patience_steps=1, action="stop"), {}, {METRICS[name]: limit})[-1]
@@ -103,7 +115,7 @@ def test_resumed_guards_equal_uninterrupted_ones(cut):
 
 @pytest.mark.parametrize(
     ("action", "before", "expected"),
-    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on")],
+    [("rollback", 0, "rollback"), ("rollback", 3, "stop"), ("stop", 0, "go_on"), ("log", 0, "go_on")],
 )
 def test_due_rollback_survives_a_restart(action, before, expected):
     """A signal came in the step that tripped the guard, or there was no checkpoint to go back to."""
@@ -149,6 +161,21 @@ def test_repetition_counts_sampled_tokens_of_a_turn():
         assert repetition(group((ids, [0.0] * 500))) == pytest.approx(1 - len(set(grams)) / 497)
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 2, 3, 4, 1, 2, 3, 5],  # the same three tokens with another fourth one
+        [1, 2, 3, 4, 3, 2, 1],  # the same tokens in another order
+    ],
+)
+def test_ngrams_that_differ_are_no_repetition(ids):
+    assert repetition(group((ids, [-1.0] * 12))) == 0
+
+
+def test_trajectory_without_turns_has_no_guard_metrics():
+    assert guard_metrics([Group(QUESTION, [Trajectory(QUESTION, np.zeros(1, np.int32))])]) == {}
+
+
 def test_perplexity_is_a_mean_over_tokens():
     metrics = guard_metrics([group(([1], [-1.0]), ([1, 2, 3], [-2.0, -3.0, -4.0]))])
     assert metrics == {"rollout/sampled_perplexity": pytest.approx(np.exp(2.5))}
@@ -165,7 +192,10 @@ def test_diverging_critic_is_named_with_its_key(actor):
     assert watch.check(1, row).action == "go_on" and watch.has_nonfinite_updates
     verdict = watch.check(2, row)
     assert verdict.action == "stop" and watch.is_broken
-    assert "update of the critic" in verdict.findings[0] and "critic.optimizer.lr" in verdict.findings[0]
+    assert verdict.findings == [
+        "step 2: no update of the critic was finite for 2 steps: training has diverged; lower"
+        " critic.optimizer.lr"
+    ]
 
 
 @pytest.mark.parametrize(("part", "name"), [("actor", ""), ("critic", " of the critic")])
@@ -176,7 +206,9 @@ def test_lost_parameters_end_the_run_at_once(part, name):
     assert verdict.findings[0].startswith(f"step 1: the parameters{name} are not finite")
 
 
-@pytest.mark.parametrize(("action", "expected"), [("log", "stop"), ("rollback", "rollback")])
+@pytest.mark.parametrize(
+    ("action", "expected"), [("log", "stop"), ("stop", "stop"), ("rollback", "rollback")]
+)
 def test_steps_without_finite_updates_end_the_run(action, expected):
     watch = guards(action=action, patience_steps=2)
     assert watch.check(1, numbers(0.0)).metrics == {"guard/numbers": 0}

@@ -42,7 +42,10 @@ def show_steps(*steps, stream=None, transcripts=0, progress=True):
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
-        ([group("a", 0, 0, kind="unfinished", valid=False)], "raise rollout.max_turn_length"),
+        (
+            [group("a", 0, 0, kind="unfinished", valid=False)],
+            "its last turn was cut: raise rollout.max_turn_length",
+        ),
         ([group("a", 0, 0, kind="invalid", valid=False)], "teach the format first (calibadv sft)"),
         ([group("a", 0, 0, kind="search", valid=False)], "raise rollout.max_searches"),
         ([group("a", 0, 0, valid=False, f1=1.0)], "all of those in the wrong format"),
@@ -105,3 +108,22 @@ def test_transcripts_do_not_command_the_terminal(stream):
     assert "\x07" not in text and "\u202e" not in text and "\r" not in text and "\x1b[2J" not in text
     assert text.count("[bold red]red[/] left [/") == 13  # shown as it stands, without a style
     assert "\x1b[1;31m" not in text and "\x1b[31m" not in text
+
+
+def test_step_with_different_scores_warns_of_nothing():
+    assert "warning" not in show_steps([group("a", 0, 1.0)])
+
+
+def test_transcript_has_a_line_for_each_part():
+    groups = [group("a", 0, 1.0)]
+    documents = (Document("1", "Ann", "wrote it"),)
+    groups[0].trajectories[0].turns.insert(0, turn("search", think="look", query="ann", documents=documents))
+    lines = show_steps(groups, transcripts=1, progress=False).splitlines()
+    assert lines[:6] == [
+        "transcript: score 0.000, format valid",
+        "question  who is a?",
+        "think   look",
+        "search  ann",
+        "  [1]   Ann: wrote it",
+        "answer  bob",
+    ]

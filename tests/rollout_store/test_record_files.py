@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,13 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from config_rig import changed
-from record_rig import answer, keep, scored, search, tokens, unknown
+from record_rig import INFORMATION, answer, keep, scored, search, tokens, unknown
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig, load_config
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, score_again
+from calibadv_jax.contrib.pages.site import tabulate
+from calibadv_jax.contrib.pages.transcript import transcript as page_transcript
+from calibadv_jax.contrib.report.trajectories import _mean_advantages
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
+from calibadv_jax.metrics.shown_steps import answer_line, transcript
+from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.reader import find_step, read_columns, read_metadata, read_step
 from calibadv_jax.rollout_store.schema import BYTE_SPLIT_COLUMNS, SCHEMA, VERSION, kept_steps
@@ -95,6 +101,7 @@ def test_row_holds_the_credit(tmp_path):
     assert empty["turns"] == [] and empty["answer"] is None and best["answer"] == "Ann"
     assert best["golden_answers"] == ["Ann", "Ann Lee"] and best["supporting_ids"] == ["d1"]
     assert best["policy_versions"] == [6, 7] and best["metrics"]["em"] == 1.0
+    assert not any(turn["softened"] for turn in best["turns"])
     document = {"id": "d2", "title": "title d2", "text": "text d2", "score": 0.1}
     assert best["turns"][0]["documents"][1] == document
 
@@ -180,9 +187,13 @@ def test_bad_files_are_one_line(tmp_path, monkeypatch):
     path = find_step(tmp_path, 7)
     with pytest.raises(UserError, match="its schema_version is 2, this program reads 1"):
         read_step(path)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"step_7\.parquet: cannot be read [^\n]*$"):
-        read_step(path)
+    whole = path.read_bytes()
+    for length in (len(whole) // 2, len(whole) - 9):
+        path.write_bytes(whole[:length])
+        with pytest.raises(
+            UserError, match=r"step_7\.parquet: cannot be read [^\n]*; remove the file[^\n]*$"
+        ):
+            read_step(path)
     with pytest.raises(UserError, match="no such file of trajectories"):
         read_metadata(tmp_path / "rollouts/step_8.parquet")
 
@@ -207,8 +218,9 @@ def access(think, *documents):
     return dataclasses.replace(search(think, *documents), kind="access", text=text)
 
 
-def test_record_keeps_the_actions(tmp_path):
-    """Of a group of two that read a page."""
+@pytest.fixture
+def read_pages(tmp_path):
+    """A group of two that read a page, on disk: the file, the group and its credit."""
     best = [search("a b c", "d1"), access("e f", "page x"), answer("Ann")]
     many = [
         Trajectory(QUESTION, tokens(1), turns, number, actions=("search", "access"))
@@ -217,7 +229,11 @@ def test_record_keeps_the_actions(tmp_path):
     groups = score_groups([Group(QUESTION, many)], CONFIG.reward, np.random.default_rng(0))
     result = compute_advantages(groups, CONFIG.advantage)
     RolloutWriter(tmp_path, CONFIG, 1).write(1, groups, result.credits, [[None, None]], 0)
-    path = find_step(tmp_path, 1)
+    return find_step(tmp_path, 1), groups[0], result.credits[0]
+
+
+def test_record_keeps_the_actions(read_pages):
+    path, _, _ = read_pages
     assert read_metadata(path)["schema_version"] == VERSION == "1"  # no column is new
     assert json.loads(read_metadata(path)["actions"]) == ["search", "access"]
     step = read_step(path)
@@ -225,3 +241,34 @@ def test_record_keeps_the_actions(tmp_path):
     again = score_again(step, kept_config(step, path), np.random.default_rng(0))
     assert [trajectory.format_valid for trajectory in again[0][0].trajectories] == [True, True]
     assert equal_turns(step.credits, again[1].credits, rounding=0) == (5, 5)
+
+
+def test_page_shows_queries_and_credit_of_other_actions(read_pages):
+    path, _, _ = read_pages
+    rows = read_columns(path).to_pylist(maps_as_pydicts="strict")
+    assert tabulate(rows, [8, 5])["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
+    assert INFORMATION in rows[0]["turns"][0]["observation_text"]
+    pieces = SimpleNamespace(text=str, pieces=list)
+    shown = page_transcript(rows, pieces, CONFIG.advantage, "", ("search", "access"))
+    why = shown["trajectories"][1]["turns"][0]["why"]
+    assert why.startswith("Softened. Correctness 1: it found 1 new silver document")
+
+
+def test_report_counts_other_actions_as_searches(read_pages):
+    path, _, credit = read_pages
+    turns = read_columns(path)["turns"].combine_chunks().flatten()
+    mean = np.mean([*credit.before[0][:2], credit.before[1][0]])
+    assert _mean_advantages(turns)["turn_advantage/search before"] == pytest.approx(mean)
+
+
+def test_metrics_tell_actions_from_searches(read_pages):
+    _, group, _ = read_pages
+    metrics = trajectory_metrics([group])
+    assert metrics["rollout/actions/access"] == 1 and metrics["rollout/searches/mean"] == 0.5
+    assert metrics["rollout/valid_action_ratio"] == 1
+
+
+def test_transcript_names_the_action():
+    trajectory = Trajectory(QUESTION, tokens(1), [search("a b c", "d1"), access("e f", "page x")])
+    assert "access  e f?" in list(transcript(trajectory))
+    assert answer_line(trajectory).startswith("no answer: its last access had no turn or no room left")

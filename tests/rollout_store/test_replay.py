@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,61 @@ def test_table_of_a_run(tmp_path, capsys):
     assert err == f"warning: {tmp_path}: 1 of 2 groups name no supporting passages and are left out\n"
 
 
+def test_measures_of_a_run(tmp_path, capsys):
+    keep(tmp_path)
+    _, out, _ = call(tmp_path, capsys=capsys)
+    assert out.splitlines()[0] == "in brackets: the control, with the rewards of each step shuffled (seed 0)"
+    assert f"{tmp_path} over training, settings: of the run" in out.splitlines()
+    measures = {
+        "silver/precision": 0.25,
+        "search/good_share": 0.333,
+        "search/precision": 0.5,
+        "search/recall": 1.0,
+        "blame/good_blamed": 0.5,
+        "blame/useless_spared": 0.111,
+        "blame/spared_good_share": 0.6,
+    }
+    assert {name: value(rows(out, name)[0][0]) for name in measures} == measures
+
+
+def test_changed_settings_stand_beside_the_own_ones(tmp_path, capsys):
+    keep(tmp_path)
+    _, out, _ = call("advantage.correctness=max", tmp_path, "reward.answer=em", capsys=capsys)
+    assert "correctness=max reward.answer=em" in out.splitlines()[3]
+    ((own, other, _),) = rows(out, "blame/useless_spared")
+    assert (value(own), value(other)) == (0.111, 0.333)
+    assert "over training, settings: advantage.correctness=max reward.answer=em" in out
+    assert tables(out)[-1].split()[9] == "1.000"  # of the changed settings
+
+
+def test_audit_shuffles_rewards_as_the_run_did(tmp_path, capsys):
+    """With the seed of the step, which after a rollback is not the run's."""
+    config = changed(reward={"shuffle": True})
+    groups = score_groups(make_groups(), config.reward, random_state(14, 6, "reward"))
+    credits = compute_advantages(groups, config.advantage).credits
+    RolloutWriter(tmp_path, config, 7).write(7, groups, credits, unknown(groups), 14)
+    status, _, err = call(tmp_path, capsys=capsys)
+    assert status == 0 and "another advantage" not in err
+
+
+@pytest.mark.medium
+def test_control_measures_chance(tmp_path, capsys):
+    """The reward of 1 falls on one of five: two of the other group, the best, the wrong, the empty one.
+
+    Then there is silver in 0, 0, 1, 1, 0 groups, and of the two good searches 0, 0, 1, 1, 2 are blamed.
+    """
+    for step in range(1, 41):
+        keep(tmp_path, step=step)
+    call(tmp_path, "--output", tmp_path / "audit.json", capsys=capsys)
+    (run,) = json.loads((tmp_path / "audit.json").read_text())["runs"]
+    true, control = totals(run)
+    assert true["search/good_share"] == control["search/good_share"]
+    assert true["silver/group_share"] == 1 and 0.25 < control["silver/group_share"] < 0.55
+    assert true["blame/good_blamed"] == 0.5 and 0.25 < control["blame/good_blamed"] < 0.55
+    steps = run["settings"][0]["control"]["steps"]
+    assert {step["blame/good_blamed"] for step in steps} == {0, 0.5, 1}
+
+
 def test_sweep_is_a_column_a_value(tmp_path, capsys):
     keep(tmp_path)
     arguments = ["--sweep", "advantage.correctness=max,fraction", "--sweep", "advantage.soft_penalty=false"]
@@ -121,6 +177,7 @@ def test_several_runs_and_their_mean(tmp_path, capsys):
     assert controls == [0, 0]
     cells = [cells[0] for cells in rows(out, "blame/good_spared")]
     assert cells == ["0.500 (0.000)", "1.000 (0.000)", "0.750 [0.500, 1.000] (0.000)"]
+    assert "mean of 2 runs [lowest, highest] (mean of the controls)" in out
 
 
 def test_whom_estimators_praise_and_blame(tmp_path, capsys):
@@ -179,13 +236,19 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     path = find_step(torn, 7)
     path.write_bytes(path.read_bytes()[:-9])
     for arguments, words in (
-        ([tmp_path / "none"], f"{tmp_path / 'none'}: no trajectories are kept there"),
-        ([blind], f"{blind}: none of its questions names supporting passages"),
+        (
+            [tmp_path / "none"],
+            "none: no trajectories are kept there; a run with log.rollouts=parquet keeps them",
+        ),
+        ([torn], f"{path}: cannot be read"),
+        ([blind], f"{blind}: none of its questions names supporting passages (supporting_ids); audit a run"),
         ([good, torn], f"{path}: cannot be read"),
         (["advantage.correctness=max"], "no run among advantage.correctness=max"),
         ([good, "learner.steps=3"], "learner.steps=3: changes no credit of a kept step"),
         ([good, "--sweep", "rollout.group_size=3,4"], "rollout.group_size=3: changes no credit"),
         ([good, "advantage.lambda=2"], "unknown key 'advantage.lambda'"),
+        ([good, "advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
+        ([good, "--sweep", "advantage.correctness"], "write it as key.path=VALUE,VALUE"),
         ([good, "--sweep", "advantage.target_ratio=1,,2"], "write it as key.path=VALUE,VALUE"),
         ([good, "--estimators", "rlo"], "advantage."),
         ([good, "--estimators", ""], "advantage."),
@@ -194,6 +257,14 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         assert (status, out) == (2, ""), arguments
         (error,) = (line for line in err.splitlines() if not line.startswith("warning: "))
         assert error.startswith("error: ") and words in error, arguments
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["calibadv+calibadv", "no_such_module:function"])
+def test_estimator_that_does_not_exist_is_one_line(tmp_path, capsys, name):
+    keep(tmp_path)
+    status, _, err = call(tmp_path, "--estimators", name, capsys=capsys)
+    assert status == 2 and err.count("\n") == 1 and "advantage." in err
 
 
 def measured(true, control, count=40, spread=0.0):
@@ -253,6 +324,7 @@ def test_same_settings_give_the_kept_advantages(tmp_path, capsys):
     keep(tmp_path)
     assert status_of("replay", tmp_path, "--step", "7") == 0
     out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"step 7 of {tmp_path}: 2 groups, 6 trajectories"
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in out
     assert shown(out)["advantage/answer/ratio_after"] == ["1"] and "≠" not in out
     # Another lambda changes the replayed step.
@@ -343,13 +415,19 @@ def test_newest_step_is_default_and_mistakes_are_refused(tmp_path, capsys):
     for arguments, words in (
         (["--step", "4"], "step 4 is not kept; the nearest kept one is 3"),
         (["advantage.lambda=2"], "unknown key"),
+        (["advantage.target_ratio=0"], "advantage.target_ratio: must be greater than 0"),
     ):
         assert status_of("replay", tmp_path, *arguments) == 2
         message = capsys.readouterr().err
         assert words in message and message.count("\n") == 1
+        assert tempfile.gettempdir() not in message.replace(str(tmp_path), "RUN")
     path = find_step(tmp_path, 3)
     kept = read_step(path)
-    for config in ('{"loss": {"clip_both": 0.2}}', "[1, 2", "[1, 2]"):
+    for config, words in (
+        ('{"loss": {"clip_both": 0.2}}', "unknown key 'loss.clip_both'"),
+        ("[1, 2", "not valid YAML"),
+        ("[1, 2]", "expected a mapping of sections"),
+    ):
         kept.metadata["config"] = config
-        with pytest.raises(UserError, match=f"^{re.escape(str(path))}: "):
+        with pytest.raises(UserError, match=f"^{re.escape(str(path))}: {words}"):
             kept_config(kept, path)

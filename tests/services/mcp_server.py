@@ -1,6 +1,8 @@
-"""An MCP server of tests, made with the package."""
+"""An MCP server of tests, made with the package: on its pipes or, with a port as its argument, over HTTP."""
 
 import asyncio
+import os
+import sys
 
 from mcp.server.mcpserver import MCPServer
 from mcp_types import EmbeddedResource, TextResourceContents
@@ -35,3 +37,20 @@ def book() -> list[EmbeddedResource]:
 async def slow(seconds: float) -> str:
     await asyncio.sleep(seconds)
     return "late"
+
+
+@server.tool()
+def die() -> str:
+    os._exit(7)
+
+
+@server.tool()
+def process() -> str:
+    return str(os.getpid())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()

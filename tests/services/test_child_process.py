@@ -109,3 +109,17 @@ def test_child_gets_its_arguments_and_is_ended(tmp_path, monkeypatch, argument, 
     assert process.returncode == status and not file.parent.exists()
     assert os.environ["WHAT"] == "ours"
     service.stop()  # harmless
+
+
+def test_children_start_side_by_side(tmp_path):
+    """Both are started before either is waited for, and each has a port file of its own."""
+    services = [child(tmp_path / name, READY) for name in ("first", "second")]
+    for service in services:
+        service.start()
+    port_files = {service._port_file for service in services}
+    for service in services:
+        service.wait()
+        assert service.process.poll() is None
+    assert len(port_files) == 2
+    for service in services:
+        service.stop()

@@ -57,7 +57,10 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
     ("headers", "seconds"),
     [
         ({"Retry-After": " 7200"}, 7200.0),
-        *(({"Retry-After": text}, 0.0) for text in ("Wed, 21 Oct 2099 07:28:00 GMT", "-7200", "1.5", "soon")),
+        *(
+            ({"Retry-After": text}, 0.0)
+            for text in ("Wed, 21 Oct 2099 07:28:00 GMT", "-7200", "1.5", "2e4", "soon", "")
+        ),
         ({}, 0.0),
     ],
     ids=str,
@@ -127,3 +130,8 @@ def test_redirection_is_not_followed(monkeypatch, status):
     assert [(path, headers["Authorization"]) for path, headers in requests] == [("/here", "Bearer secret")]
     with pytest.raises(UserError, match="not a url: not a URL; give one such as"):
         asyncio.run(send("not a url"))
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 507])
+def test_service_with_this_status_is_away(status):
+    assert HttpReply(status, b"").is_unavailable

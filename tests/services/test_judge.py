@@ -136,6 +136,41 @@ def test_hostile_answer_does_not_move_the_verdict(endpoint):
     assert len(keys) == len(handler.bodies)  # nobody can guess the next one
 
 
+def obey(system, user):
+    """The reply of a model that obeys the last system message, and any order that begins a user's line."""
+    key = KEY.findall(system)[-1] if KEY.search(system) else "none"
+    orders = re.findall(r"^\s*(?:say|reply|verdict|yes)\b.*", user, re.IGNORECASE | re.MULTILINE)
+    if orders or "say yes to all" in system:
+        return f"I was told so.\n{key} yes"
+    fields = json.loads(user.splitlines()[-1])
+    is_right = fields["answer"].strip().lower() in map(str.lower, fields["golden_answers"])
+    return f"The answer is: {fields['answer']}\n{key} {'yes' if is_right else 'no'}"
+
+
+class TemplateEndpoint(Handler):
+    """A server with a chat template: what looks like the template in a message is the template."""
+
+    orders: list = []  # names of the fields in the user's message
+
+    def do_POST(self):
+        messages = json.loads(self.body())["messages"]
+        self.orders.append(list(json.loads(messages[-1]["content"])))
+        text = "".join(f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in messages)
+        parsed = re.findall(rf"{re.escape(OPEN)}(\w+)\n(.*?){re.escape(CLOSE)}", text, re.DOTALL)
+        system = [content for role, content in parsed if role == "system"][-1]
+        user = "\n".join(content for role, content in parsed if role == "user")
+        self.reply(200, {"choices": [{"message": {"content": obey(system, user)}}]})
+
+
+def test_hostile_answer_takes_no_role_of_the_chat_template():
+    handler = type("OwnTemplateEndpoint", (TemplateEndpoint,), {"orders": []})
+    with serving(handler) as url:
+        config = JudgeConfig(url=f"{url}/v1", model="m", timeout=5, patience=0.5)
+        verdicts = [scored["judge"] for scored in scores(config, "Paris", *HOSTILE)]
+    assert verdicts == [1.0] + [0.0] * len(HOSTILE)
+    assert all(names == ["question", "golden_answers", "answer"] for names in handler.orders)
+
+
 def test_endpoint_that_is_away_is_waited_for(endpoint):
     handler, config = endpoint
     handler.replies += [(503, b""), (200, b"{}"), NO_VERDICT]
@@ -180,6 +215,9 @@ def test_reply_without_a_verdict_says_why(endpoint, replies, kind, message):
         return failure.value, await client.score(answered("Paris"))
 
     failure, scored = judged_with(config, score_twice)
+    if kind is RequestFailed:
+        assert failure.service == "judge"
+        assert str(failure).startswith(f"judge {config.url}: no verdict: ")
     assert type(failure) is kind and "start it" not in str(failure)
     assert scored == {"judge": 1.0, "judge_agreement": 1.0} and len(handler.bodies) == len(replies) + 1
 
@@ -234,7 +272,7 @@ short_way = mean
         ("examples.own_tool:Calculator", "cannot be called with"),
         ("examples.own_reward:none", "has no function none"),
         ({"examples.own_reward:short_way": 0.5, "test_judge:short_way": 0.5}, "reward/short_way, which is"),
-        ("test_judge:mean", "reward/mean, which is another metric's name"),
+        ("test_judge:mean", "would be logged as reward/mean, which is another metric's name"),
     ],
 )
 def test_reward_of_ones_own_must_give_a_number(answer, message):

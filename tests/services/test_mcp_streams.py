@@ -187,3 +187,29 @@ def test_bad_reply_over_http_fails_its_call_alone(monkeypatch, kind):
         assert type(emoji) is RequestFailed
     else:
         assert emoji.text == "a \ufffd" and "the reply is longer than 64 MiB" in str(long)
+
+
+def test_program_that_ended_is_started_again(config, tmp_path):
+    """The call that ended it fails its trajectory; the next one has another process."""
+    starts = tmp_path / "starts"
+    command = shlex.join(["sh", "-c", f"echo start >> {starts}; exec {config.command}"])
+    (action,) = mcp_tools.mcp_actions(replace(config, command=command, patience=0.01), 0)
+
+    async def ask():
+        before = await action.call({"text": RESULT % "before"})
+        with pytest.raises(RequestFailed) as failure:
+            await action.call({"text": "!"})
+        counted = len(starts.read_text().splitlines())
+        after = await action.call({"text": RESULT % "after"})
+        await action.close()
+        return before.text, failure.value.service, after.text, counted
+
+    before, service, after, counted = asyncio.run(ask())
+    assert (before, service, after) == ("before", "say", "after")
+    assert len(starts.read_text().splitlines()) > counted >= 2  # one for the tools, one for the calls
+
+
+def test_url_where_no_server_listens_is_named():
+    config = Config(tools=[ToolConfig(mcp=McpConfig(url="http://127.0.0.1:9/mcp", patience=0.01))])
+    with pytest.raises(UserError, match=r"MCP server http://127.0.0.1:9/mcp: .*correct tools\[\].mcp.url"):
+        make_actions(config)

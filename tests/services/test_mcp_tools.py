@@ -272,7 +272,10 @@ def test_server_that_stays_away_fails_the_trajectory(fake):
     ("where", "message"),
     [
         ({}, r"fake: OSError: gone .*\(no module here\); correct tools\[\].mcp.command"),
-        ({"command": "", "url": "http://h/mcp"}, r"http://h/mcp: OSError: gone .*; start it, or correct"),
+        (
+            {"command": "", "url": "http://h/mcp"},
+            r"http://h/mcp: OSError: gone .*; start it, or correct tools\[\].mcp.url",
+        ),
     ],
 )
 def test_server_away_at_the_start_is_waited_for(fake, monkeypatch, where, message):

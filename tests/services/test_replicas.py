@@ -94,12 +94,34 @@ def test_queries_are_shared_out_one_request_at_each(services):
     assert all(12 <= names.count(service.name) <= 20 and service.most == 1 for service in services)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_sequential_searches_use_all_replicas_alike(services, count):
-    with client_of(*services[:count]) as (client, run):
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_sequential_searches_use_all_replicas_alike(make, count):
+    services = [make(name) for name in "abcd"[:count]]
+    with client_of(*services) as (client, run):
         for number in range(10 * count):
             run(ask(client, 1, number))
-    assert [len(service.queries) for service in services[:count]] == [10] * count
+    assert [len(service.queries) for service in services] == [10] * count
+
+
+def test_free_replica_is_asked(services):
+    slow, *quick = services
+    slow.seconds = 0.5
+    for service in quick:
+        service.seconds = 0.01
+    with client_of(*services) as (client, run):
+        names = run(ask(client, 60))
+    assert names.count("a") <= 8
+    assert names.count("b") >= 16 and names.count("c") >= 16
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+def test_replica_that_says_it_is_away_gets_one_request(services, status):
+    a, b, c = services
+    a.status, a.health = status, 503
+    with client_of(*services) as (client, run):
+        assert "a" not in run(ask(client, 24))
+    assert len(a.queries) <= retriever_client.MAX_BATCH
+    assert b.most == c.most == 1
 
 
 @pytest.mark.parametrize(("status", "health"), [(500, 503), (503, 503), (GONE, GONE)])
@@ -153,8 +175,10 @@ def test_all_away_is_patience_and_then_an_error(services):
 def test_services_must_serve_one_index(make, status):
     a, b, c = (make(name, corpus_sha256=corpus) for name, corpus in zip("abc", "112", strict=True))
     assert RetrieverClient(RetrieverConfig(), [a.url, b.url]).health()["corpus_sha256"] == "1"
-    with pytest.raises(UserError, match=f"{c.url} has corpus_sha256 '2' instead of '1' of {a.url}"):
-        RetrieverClient(RetrieverConfig(), [a.url, c.url]).health()
+    with pytest.raises(
+        UserError, match=f"{c.url} has corpus_sha256 '2' instead of '1' of {a.url}; name serv"
+    ):
+        RetrieverClient(RetrieverConfig(), [a.url, b.url, c.url]).health()
     b.health = GONE
     client = RetrieverClient(RetrieverConfig(), [a.url, b.url])
     assert client.health()["corpus_sha256"] == "1" and list(client.unreachable) == [b.url]
@@ -306,3 +330,17 @@ def test_foreign_service_is_compared_after_outage(make):
         assert run(come_back(FOREIGN)) == ["a"] * 5
         with pytest.raises(UserError, match="corpus_sha256 'c2' instead of 'c1'"):
             run(come_back(FOREIGN | {"corpus_sha256": "c2"}))
+
+
+def test_replica_that_is_away_at_the_start_joins_later(make):
+    here, gone = make("a", corpus_sha256="1"), make("b", corpus_sha256="1")
+    gone.status = gone.health = GONE
+    warnings = []
+    with client_of(here, gone, warn=warnings.append) as (client, run):
+        assert client.health()["corpus_sha256"] == "1" and list(client.unreachable) == [gone.url]
+        assert set(run(ask(client, 24))) == {"a"}
+        (warning,) = warnings
+        assert warning.startswith(f"retriever {gone.url} is left out until it answers: ")
+        gone.status = gone.health = 200
+        while "b" not in run(ask(client, 6)):  # bounded by pytest's limit
+            pass

@@ -8,9 +8,12 @@ import pytest
 from packages import need
 from pydantic import ValidationError
 
-from calibadv_jax.config import RetrieverConfig
+from calibadv_jax.config import Config, DataConfig, RetrieverConfig
+from calibadv_jax.contrib.cli.doctor import check_retriever
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
+from calibadv_jax.core.trajectory import Question
+from calibadv_jax.data.questions import write_questions
+from calibadv_jax.services.retriever_process import RetrieverProcess, check_running, open_retriever
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("faiss")
@@ -102,3 +105,39 @@ def test_searches_refuse_a_reranker_without_effect(service, tmp_path):
 def test_settings_without_effect_are_refused(values, words):
     with pytest.raises(ValidationError, match=words):
         RetrieverConfig(**values)
+
+
+def test_reranker_that_is_asked_for_and_absent_is_named(child, tmp_path):
+    """A service without a reranker refuses the request as well as the start."""
+    bare = RetrieverConfig(corpus=child.corpus, index=child.index)
+    with RetrieverProcess(bare, tmp_path / "log.txt") as process:
+        config = RetrieverConfig(url=process.url, **RERANKED)
+        with pytest.raises(UserError, match="has no reranker, but retriever.rerank_topk is 2; start it with"):
+            check_running(config, print)
+        with pytest.raises(UserError, match="no reranker is loaded.*retrieval_topk=6 and rerank_topk=2"):
+            search(process.url, ["ada"], timeout=10.0, **RERANKED)
+
+
+def test_running_service_takes_the_config_of_its_child(child, service):
+    """Commands that go on with the url of a child service have its other settings."""
+    check_running(child.at(service), print)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"rerank_topk": 0}, RERANKED],
+    ids=["not reranked", "reranked"],
+)
+def test_config_that_fits_the_reranker_is_accepted(service, config):
+    check_running(RetrieverConfig(url=service, **config), print)
+
+
+def test_doctor_says_who_reranks(child, service, tmp_path):
+    write_questions(tmp_path / "eval.jsonl", [Question("1", "ada almson?", ("x",), "test")])
+    data = DataConfig(eval=str(tmp_path / "eval.jsonl"))
+
+    def reranking_line(**config):
+        return check_retriever(Config(data=data, retriever=RetrieverConfig(url=service, **config)))[1]
+
+    assert reranking_line(**RERANKED) == f"6 documents reranked to 2 by {child.reranker}"
+    assert reranking_line(rerank_topk=0, topk=4) == "not reranked: the best 4 documents"

@@ -307,13 +307,16 @@ def test_start_waits_for_a_service_that_is_loading(tmp_path):
     assert message.startswith(f"waiting up to 60 s for retriever {url} (") and "reading the index" in message
 
 
+UNREACHABLE = r"retriever http://127.0.0.1:9, http://127.0.0.1:10: cannot be reached \(.*\); start it with"
+
+
 @pytest.mark.parametrize(
     ("url", "patience", "kind", "words"),
     [
-        (["http://127.0.0.1:9", "http://127.0.0.1:10"], 0.3, EnvironmentFailure, "cannot be reached"),
-        ("localhost:8000", 600.0, UserError, "not a URL"),
-        ("http://localhost:port", 600.0, UserError, "not a URL"),
-        ("ftp://a", 600.0, UserError, "not a URL"),
+        (["http://127.0.0.1:9", "http://127.0.0.1:10"], 0.3, EnvironmentFailure, UNREACHABLE),
+        ("localhost:8000", 600.0, UserError, "not a URL; give one such as"),
+        ("http://localhost:port", 600.0, UserError, "not a URL; give one such as"),
+        ("ftp://a", 600.0, UserError, "not a URL; give one such as"),
     ],
 )
 def test_start_without_a_service_is_refused(url, patience, kind, words):
