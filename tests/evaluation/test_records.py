@@ -31,19 +31,9 @@ from calibadv_jax.evaluation.report import (
     bootstrap_interval,
     bootstrap_intervals_of_sums,
     metric_names,
-    summarise,
-)
-<<<<<<< HEAD
-=======
-from calibadv_jax.evaluation.report import (
-    ScoreReport,
-    interval,
-    intervals_of_sums,
-    metric_names,
     stratified_mean,
     summarise,
 )
->>>>>>> f-services
 from calibadv_jax.evaluation.statistics import compare_paired
 from calibadv_jax.metrics.console import Console
 
@@ -258,13 +248,13 @@ def test_interval_is_that_of_scipy(monkeypatch, elements):
 def test_interval_is_that_of_all_resamples(confidence):
     means = means_of_sources(resamples, FIRST)
     bounds = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    assert interval([FIRST], confidence, 40_000) == pytest.approx(tuple(bounds), abs=0.01)
+    assert bootstrap_interval([FIRST], confidence, 40_000) == pytest.approx(tuple(bounds), abs=0.01)
 
 
 @pytest.mark.medium
 def test_interval_of_an_average_resamples_within_each_data_source():
     bounds = np.quantile(means_of_sources(resamples, FIRST, SECOND), [0.025, 0.975])
-    assert interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx(tuple(bounds), abs=0.01)
+    assert bootstrap_interval([FIRST, SECOND], 0.95, 40_000) == pytest.approx(tuple(bounds), abs=0.01)
     assert stratified_mean([FIRST, SECOND]) == pytest.approx((FIRST.mean() + SECOND.mean()) / 2)
 
 
