@@ -82,8 +82,13 @@ Results = Mapping[Arm, Sequence[Result]]  # by seed
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Return the report of an evaluation; empty where it was not made."""
-    return read_json(path) if path.is_file() else {}
+    """Return the report of an evaluation; empty where there is none, or where its file is cut off."""
+    if not path.is_file():
+        return {}
+    try:
+        return read_json(path)
+    except UserError:  # the evaluation is not finished, and its job runs again
+        return {}
 
 
 def evaluated_step(report: Mapping[str, Any]) -> int:
@@ -185,6 +190,6 @@ def cold_starts(output: Path) -> dict[int, float]:
     scores = {}
     for path in output.glob("cold/seed-*/evaluation.json"):
         report = read_evaluation(path)
-        if TEMPERATURE in report["scores"]:
+        if TEMPERATURE in report.get("scores", ()):
             scores[int(path.parent.name.removeprefix("seed-"))] = held_out_f1(report)
     return dict(sorted(scores.items()))

@@ -47,7 +47,8 @@ def run_folder(output: Path, job: Job) -> Path:
 
 def is_cold_done(output: Path, seed: int) -> bool:
     folder = cold_folder(output, seed)
-    return (folder / "sft/config.json").is_file() and (folder / "evaluation.json").is_file()
+    has_evaluation = bool(read_evaluation(folder / "evaluation.json"))
+    return has_evaluation and (folder / "sft/config.json").is_file()
 
 
 def is_done(output: Path, job: Job) -> bool:

@@ -260,11 +260,23 @@ def _has_comparison(group: Group) -> bool:
     return len(group.trajectories) >= fewest
 
 
+def judges_searches(config: AdvantageConfig) -> bool:
+    """Return whether searches get a correctness by silver documents.
+
+    Args:
+        config: the section `advantage`.
+
+    Raises:
+        UserError: as `find_estimator`.
+    """
+    return config.is_calibrated or find_estimator(config).judges_searches
+
+
 def _credit_groups(groups: Sequence[Group], config: AdvantageConfig) -> list[GroupCredit]:
     """Estimate the credit of groups that are not empty, and calibrate it if the config says so."""
     estimator = find_estimator(config)
     credits = _estimate(estimator, groups, config)
-    if config.is_calibrated or estimator.judges_searches:
+    if judges_searches(config):
         credits = [judge(credit, config) for credit in credits]
     if config.is_calibrated:
         credits = calibrate(credits, config)

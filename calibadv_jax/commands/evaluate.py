@@ -192,6 +192,8 @@ def _evaluate(config: Config, source: PolicySource, console: Console) -> ScoreRe
     hashes = {"tools": tools_hash(config), "judge": judge_hash(config)}
     evaluation = evaluation_identity(config, policy, retriever, questions, hashes)
     file = RowFile(output.with_suffix(".jsonl"), evaluation, questions)
+    if file.num_foreign_rows:
+        console.note(f"{file.path}: {file.num_foreign_rows} rows of another evaluation are replaced")
     requests = _requests(evaluate.temperatures, questions)
     missing = [request for key, request in requests.items() if key not in file.rows]
     num_answered = len(requests) - len(missing)

@@ -202,12 +202,14 @@ class RowFile:
 
     Attributes:
         rows: Rows so far, without transcripts.
+        num_foreign_rows: Number of rows of another evaluation in the file, which are dropped.
     """
 
     def __init__(self, path: Path, evaluation: str, questions: Sequence[Question]):
         self.path = path
         self.evaluation = evaluation
         self.rows: dict[RowKey, ScoredRow] = {}
+        self.num_foreign_rows = 0
         self._offsets: dict[RowKey, int] = {}  # position of each row's line in the file, in bytes
         self._read_earlier_rows(questions)
 
@@ -216,9 +218,12 @@ class RowFile:
             return
         known_questions = {(question.data_source, question.id, _content(question)) for question in questions}
         for offset, row in _read(self.path, may_be_cut=True):
+            if row["evaluation"] != self.evaluation:
+                self.num_foreign_rows += 1
+                continue
             is_known = (row["data_source"], row["id"], row["content"]) in known_questions
             has_failed = any(attempt["error"] is not None for attempt in row["trajectories"])
-            if row["evaluation"] == self.evaluation and is_known and not has_failed:
+            if is_known and not has_failed:
                 self._register(row, offset)
 
     def start(self) -> None:

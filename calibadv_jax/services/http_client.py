@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -78,9 +80,18 @@ class HttpReply:
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the service asks to wait; 0: it does not say, or gives a date."""
+        """Seconds that the service asks to wait, directly or by a date (RFC 9110); 0: it does not say."""
         value = self.headers.get("Retry-After", "").strip()
-        return float(value) if value.isdecimal() else 0.0
+        if value.isdecimal():
+            return float(value)
+        try:
+            date = parsedate_to_datetime(value)
+        except (ValueError, OverflowError):  # OverflowError: a number of a date has many digits
+            return 0.0
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=UTC)
+        seconds = (date - datetime.now(UTC)).total_seconds()
+        return max(0.0, seconds)
 
     @property
     def excerpt(self) -> str:

@@ -24,6 +24,8 @@ from retriever.interfaces import Ranker
 FOLDER = "bm25"
 # Passages whose words are counted to estimate the memory.
 SAMPLE = 1000
+# Row numbers that are checked at a time when an index is opened, which bounds the memory.
+CHECKED_ROWS = 2**20
 
 
 class Bm25Backend(Backend):
@@ -53,7 +55,7 @@ class Bm25Backend(Backend):
 
     def open(self, folder: Path, manifest: dict[str, Any], options: IndexOptions) -> Ranker:
         """Open the index, read whole or memory-mapped."""
-        return Bm25(self._library, folder / FOLDER, options.mmap)
+        return Bm25(self._library, folder / FOLDER, options.mmap, check_places=options.skip_checksum)
 
 
 def _peak_memory(corpus: Corpus) -> int:
@@ -88,6 +90,7 @@ class Bm25:
         library: The module bm25s.
         folder: Its folder.
         mmap: Read its parts from disk when they are needed, instead of into memory.
+        check_places: Read all places, to check that they lie within the index. Checksums make this needless.
 
     Attributes:
         documents: Number of passages.
@@ -96,15 +99,18 @@ class Bm25:
         RetrieverError: The index is damaged, or too large for the memory.
     """
 
-    def __init__(self, library: Any, folder: Path, mmap: bool = False):
+    def __init__(self, library: Any, folder: Path, mmap: bool = False, check_places: bool = False):
         try:
             if not mmap:
                 size = sum(file.stat().st_size for file in folder.iterdir())
                 require_memory(size, str(folder), "serve it with --mmap")
             self._index = library.BM25.load(str(folder), mmap=mmap, show_progress=False)
+            is_whole = _is_consistent(self._index) if check_places else True
         except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise RetrieverError(f"{folder}: not a whole BM25 index ({error}); build it again") from error
         self.documents = int(self._index.scores["num_docs"])
+        if not is_whole:
+            raise RetrieverError(f"{folder}: not a whole BM25 index (places out of range); build it again")
 
     def rank(self, queries: Sequence[str], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return scores float32 [Q, k] and row numbers int64 [Q, k], as `interfaces.Ranker` says.
@@ -127,3 +133,33 @@ class Bm25:
         if not known_words:
             return np.zeros(self.documents, np.float32)
         return self._index.get_scores(known_words)
+
+
+def _is_consistent(index: Any) -> bool:
+    """Return whether all places of an index lie within it.
+
+    bm25s's compiled code does not check them. The index is a sparse matrix by columns: a word has a column,
+    and a passage a row.
+
+    Args:
+        index: A `bm25s.BM25` that was loaded. Its `scores` hold `data`, float32 [N], and the row of each
+            entry, `indices`, int [N]. The entries of column c are those from `indptr[c]` to `indptr[c + 1]`.
+    """
+    entries = index.scores["data"]
+    rows = index.scores["indices"]
+    starts = index.scores["indptr"]
+    if len(starts) == 0 or len(rows) != len(entries):
+        return False
+    if starts[0] != 0 or starts[-1] != len(rows) or np.any(starts[1:] < starts[:-1]):
+        return False
+    num_columns = len(starts) - 1
+    # bm25s adds the empty word, which has no column.
+    columns = [column for word, column in index.vocab_dict.items() if word]
+    if columns and not 0 <= min(columns) <= max(columns) < num_columns:
+        return False
+    num_passages = index.scores["num_docs"]
+    for start in range(0, len(rows), CHECKED_ROWS):
+        block = rows[start : start + CHECKED_ROWS]
+        if block.min() < 0 or block.max() >= num_passages:
+            return False
+    return True

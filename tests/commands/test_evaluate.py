@@ -19,11 +19,13 @@ from http_rig import Handler, serving
 
 from calibadv_jax.commands.evaluate import choose_policy
 from calibadv_jax.config import EvaluateConfig
+from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.evaluation import methods
-from calibadv_jax.evaluation.methods import MAX_DRAWS, NO_RETRIEVER, RandomDocuments, method_config
+from calibadv_jax.evaluation.methods import MAX_DRAWS, RandomDocuments, method_config
 from calibadv_jax.evaluation.report import table_rows
+from calibadv_jax.metrics.console import Console
 
 
 @pytest.fixture
@@ -63,6 +65,18 @@ def test_evaluation_uses_its_own_sampling_settings(run):
         _, again = run(run={"seed": seed}, evaluate=temperatures, reward={"shuffle": True})
         drawn = {sampling.seed for _, sampling in again.asked if sampling.temperature == 0.7}
         assert (drawn == set(seeds)) == are_same
+
+
+def test_rows_of_another_evaluation_are_announced_and_replaced(run, monkeypatch):
+    notes = []
+    monkeypatch.setattr(Console, "note", lambda _, text: notes.append(text))
+    run()
+    assert notes == []
+    earlier = {row["evaluation"] for row in rows(run)}
+    run(run={"seed": 1})
+    assert notes == [f"{run.file('.jsonl')}: {len(QUESTIONS)} rows of another evaluation are replaced"]
+    assert len(rows(run)) == len(QUESTIONS)
+    assert earlier.isdisjoint(row["evaluation"] for row in rows(run))
 
 
 def test_limit_takes_from_all_sources(run):
@@ -456,7 +470,7 @@ def test_baselines_without_search_need_no_service(run, method):
     reranked = {"corpus": "c", "reranker": "m", "rerank_candidates": 6, "topk": 2}
     for retriever in ({}, reranked, {"corpus": "c", "encoder": "dense", "model": "m"}):
         config = run.config(evaluate={"method": method}, retriever=retriever)
-        assert method_config(config).retriever.url == NO_RETRIEVER
+        assert method_config(config).retriever.url == NO_RETRIEVER_URL
 
 
 def test_output_without_tags_is_scored_whole(run, monkeypatch):
@@ -528,7 +542,7 @@ def test_rag_needs_a_retriever_whatever_the_actions(run):
 
 def test_empty_retriever_finds_nothing(run):
     keys = {"evaluate": {"method": "empty_retriever"}}
-    assert method_config(run.config(**keys)).retriever.url == NO_RETRIEVER
+    assert method_config(run.config(**keys)).retriever.url == NO_RETRIEVER_URL
     report, sampler = run(**keys)
     assert run.shelf.queries == [] and run.shelf.closed == 1
     turns = rows(run)[0]["trajectories"][0]["turns"]

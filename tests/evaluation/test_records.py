@@ -98,6 +98,13 @@ def test_transcripts_stay_on_disk(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"]
 
 
+def test_rows_of_another_evaluation_are_counted(tmp_path):
+    rows = [row(number, evaluation=name) for number, name in enumerate(("other", "e", "third"))]
+    path = write_rows(tmp_path / "e.jsonl", *rows)
+    assert RowFile(path, "e", [QUESTION]).num_foreign_rows == 2
+    assert RowFile(tmp_path / "absent.jsonl", "e", [QUESTION]).num_foreign_rows == 0
+
+
 def test_damaged_line_is_named(tmp_path):
     path = write_rows(tmp_path / "e.jsonl", row(1), "{", row(2))
     with pytest.raises(UserError, match=r"e.jsonl:2: not valid JSON .*; remove the file, or the line"):

@@ -25,7 +25,7 @@ COMMANDS = ("train", "evaluate")
 COLD = """
 (folder / "sft").mkdir(parents=True, exist_ok=True)
 (folder / "sft/config.json").write_text("{}")
-(folder / "evaluation.json").write_text("{}")
+(folder / "evaluation.json").write_text('{"scores": {}}')
 """
 TRAIN = "(folder / 'trained').write_text('')"
 EVALUATE = """
@@ -114,6 +114,29 @@ def test_run_with_an_evaluation_of_an_earlier_step_goes_on(tmp_path, programs):
     (folder / "evaluation.json").write_text(json.dumps(report))
     assert run_all(tmp_path, [job]).num_done() == 1
     assert "train runs/grpo-lr1.9e-3/seed-3" in calls(tmp_path)
+
+
+CUT = '{"policy": {"step": 60}, "scores": {"1": {"all": {"f1"'
+
+
+def test_job_with_a_cut_off_evaluation_runs_again(tmp_path, programs):
+    (job,) = jobs_of("grpo")
+    run_all(tmp_path, [job])
+    earlier_calls = calls(tmp_path)
+    (evidence.run_folder(tmp_path, job) / "evaluation.json").write_text(CUT)
+    assert run_all(tmp_path, [job]).num_done() == 1
+    names = [f"{name} runs/{job.name}" for name in COMMANDS]
+    assert calls(tmp_path) == earlier_calls + names
+
+
+def test_cold_start_with_a_cut_off_evaluation_runs_again(tmp_path, programs):
+    (job,) = jobs_of("grpo")
+    folder = evidence.cold_folder(tmp_path, job.cold_seed)
+    (folder / "sft").mkdir(parents=True)
+    (folder / "sft/config.json").write_text("{}")
+    (folder / "evaluation.json").write_text(CUT)
+    assert run_all(tmp_path, [job]).num_done() == 1
+    assert calls(tmp_path)[0] == "cold cold/seed-3"
 
 
 def test_two_workers_do_every_run_once(tmp_path, programs):

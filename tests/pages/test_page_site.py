@@ -276,6 +276,16 @@ def test_group_is_served_as_json(ask):
     assert json.loads(body)["group"] == 0
 
 
+@pytest.mark.parametrize(("path", "status"), [("/", 200), ("/data/index.json", 200), ("/nothing.js", 404)])
+def test_head_is_answered_without_a_body(ask, path, status):
+    _, headers, content = ask(path)
+    head_status, head_headers, body = ask(path, method="HEAD")
+    assert (head_status, body) == (status, b"")
+    for name in ("Content-Length", "Content-Type", "ETag", "Content-Security-Policy"):
+        assert head_headers[name] == headers[name]
+    assert int(head_headers["Content-Length"]) == len(content)
+
+
 @pytest.mark.parametrize("path", ["/../../etc/passwd", "/data/../../metrics.jsonl", "//etc/passwd"])
 def test_files_outside_the_page_are_not_served(ask, path):
     assert ask(path)[0] == 404

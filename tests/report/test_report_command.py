@@ -143,6 +143,19 @@ def test_trends_are_explained_where_there_are_any(tmp_path, steps):
     assert ("Strong lines are means of 3 steps" in text) == (steps == 3)
 
 
+def test_early_ends_and_left_out_figures_are_notes(tmp_path):
+    folders = []
+    for name, steps in (("short", 2), ("long", 3)):
+        metrics = {"reward/mean": [0.25, 0.5, 0.75][:steps]}
+        folders.append(make_run(tmp_path / name, metrics, quickstart_config(tmp_path / name)))
+    text = page_of(tmp_path, folders)
+    assert "<li>Run short ends at step 2; after it, its curve shows only the runs that go on.</li>" in text
+    left_out = "<li>Left out: F1 by data source, Advantage by turn, Importance weights. "
+    assert f"{left_out}No trajectories were kept; log.rollouts=parquet keeps them.</li>" in text
+    keep_step(folders[0], 2, [])
+    assert f"{left_out}The kept trajectories do not hold their values.</li>" in page_of(tmp_path, folders)
+
+
 def test_steps_of_each_run_are_in_the_table(tmp_path):
     lengths = {"early": 3, "finished": 5, "unknown": 4}
     folders = []

@@ -14,7 +14,7 @@ from report_rig import keep_step, learning_curve, make_run, quickstart_config, t
 from calibadv_jax.contrib.report.curves import moving_mean, over_seeds, thin
 from calibadv_jax.contrib.report.figures import FIGURES, SECTIONS
 from calibadv_jax.contrib.report.gather import Chart, Gathered
-from calibadv_jax.contrib.report.page import mean_of_last
+from calibadv_jax.contrib.report.page import early_ends, mean_of_last
 from calibadv_jax.contrib.report.runs import group_runs, read_runs
 from calibadv_jax.contrib.report.trajectories import MAX_STEPS, chosen_steps, rollout_values
 from calibadv_jax.metrics.summary import ALIASES
@@ -76,6 +76,32 @@ def test_seed_that_stopped_early_leaves_the_others(tmp_path):
     ]
     (panel,) = charts_in(*folders)["reward"].panels
     assert [curve.mean.tolist() for curve in panel.curves] == [[3, 3, 4, 4]]
+
+
+def test_run_that_ends_before_the_others_of_its_curve_is_named(tmp_path):
+    lengths = {"short": 2, "long": 4}
+    folders = []
+    for name, steps in lengths.items():
+        metrics = {"reward/mean": [0.5] * steps}
+        folders.append(make_run(tmp_path / name, metrics, quickstart_config(tmp_path / name)))
+    other = make_run(
+        tmp_path / "grpo", {"reward/mean": [0.5]}, quickstart_config(tmp_path, "advantage.name=grpo")
+    )
+    assert early_ends(group_runs(read_runs([*folders, other]))) == [
+        "Run short ends at step 2; after it, its curve shows only the runs that go on."
+    ]
+
+
+NEED_ROLLOUTS = ["F1 by data source", "Advantage by turn", "Importance weights"]
+
+
+def test_figures_without_kept_trajectories_are_listed(tmp_path):
+    folder = make_run(tmp_path / "run", learning_curve(3, 0))
+    assert gather_folders(folder).left_out == NEED_ROLLOUTS
+    keep_step(folder, 3, [{"data_source": "nq", "metrics": {"f1": 0.5}}])
+    assert gather_folders(folder).left_out == NEED_ROLLOUTS[1:]
+    cold_start = make_run(tmp_path / "cold", {"sft/loss": [2.0, 1.0]})
+    assert gather_folders(cold_start).left_out == []
 
 
 def test_metric_without_a_finite_value_has_no_figure(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,20 @@ def test_rows_are_read_by_step(tmp_path):
     assert list(run.rows) == [1, 2, 3, 4]
     assert run.values("a") == {1: 1.0, 2: 7.0, 4: None} and run.values("b") == {}
     assert run.rollouts == {1: files[0], 4: files[1]}
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "ending"), [(2, "seed-1; give those that you want"), (10, "seed-7 and 2 more; give those.*")]
+)
+def test_folder_of_runs_is_refused_with_their_names(tmp_path, num_runs, ending):
+    for seed in range(num_runs):
+        make_run(tmp_path / f"seed-{seed}", {"a": [1.0]})
+    make_run(tmp_path / "sft_metrics", {"a": [1.0]})
+    (tmp_path / "notes").mkdir()
+    runs = f"{tmp_path}/seed-0 {tmp_path}/seed-1"
+    with pytest.raises(UserError, match=f"no metrics.jsonl; it holds some: {runs}") as refusal:
+        read_runs([tmp_path])
+    assert re.search(f"{ending}$", str(refusal.value))
 
 
 def test_config_of_the_newest_start_counts(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,31 @@ def test_other_advantages_than_the_kept_ones_are_warned_of(tmp_path, capsys):
     RolloutWriter(tmp_path, Config(), 7).write(7, groups, result.credits, unknown(groups), 3)
     status, _, err = call(tmp_path, capsys=capsys)
     assert status == 0 and "1 of 12 turns get another advantage than was kept" in err
+
+
+def test_run_on_another_corpus_is_warned_of(tmp_path, capsys):
+    groups, result = scored(Config())
+    question = replace(groups[0].question, supporting_ids=("wiki-1",))
+    groups[0].question = question
+    for trajectory in groups[0].trajectories:
+        trajectory.question = question
+    RolloutWriter(tmp_path, Config(), 7).write(7, groups, result.credits, unknown(groups), 3)
+    status, out, err = call(tmp_path, capsys=capsys)
+    assert status == 0
+    assert f"warning: {tmp_path}: no search ever showed a supporting passage; check that" in err
+    assert value(rows(out, "search/good_share")[0][0]) == 0
+
+
+def test_estimator_that_judges_no_search_is_warned_of(tmp_path, capsys):
+    keep(tmp_path, changed(advantage={"name": "grpo"}))
+    warning = f"warning: {tmp_path}: grpo judges no search; add advantage.name=calibadv"
+    _, out, err = call(tmp_path, capsys=capsys)
+    assert warning in err
+    assert value(rows(out, "blame/good_spared")[0][0]) == 0
+    _, out, err = call(tmp_path, "advantage.name=calibadv", capsys=capsys)
+    assert warning not in err
+    own, calibrated, _ = rows(out, "blame/good_spared")[0]
+    assert (value(own), value(calibrated)) == (0, GOOD_SPARED)
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import tracemalloc
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +60,7 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
         ({"Retry-After": " 7200"}, 7200.0),
         *(
             ({"Retry-After": text}, 0.0)
-            for text in ("Wed, 21 Oct 2099 07:28:00 GMT", "-7200", "1.5", "2e4", "soon", "")
+            for text in ("-7200", "1.5", "2e4", "soon", "", f"Wed, 21 Oct {'9' * 30} 07:28:00 GMT")
         ),
         ({}, 0.0),
     ],
@@ -67,6 +68,21 @@ def test_long_reply_is_refused_within_its_limit(is_zipped):
 )
 def test_service_asks_to_wait_in_seconds(headers, seconds):
     assert HttpReply(503, b"", headers).retry_after == seconds
+
+
+@pytest.mark.parametrize(
+    ("date", "hours"),
+    [
+        ("Sat, 28 Nov 2026 21:00:00 GMT", 9),
+        ("Sat, 28 Nov 2026 21:00:00", 9),  # without a time zone, which means UTC
+        ("Sat, 28 Nov 2026 21:00:00 +0200", 7),
+        ("Sat, 28 Nov 2026 03:00:00 GMT", 0),  # in the past
+    ],
+)
+def test_service_asks_to_wait_until_a_date(monkeypatch, date, hours):
+    noon = datetime(2026, 11, 28, 12, tzinfo=UTC)
+    monkeypatch.setattr(http_client, "datetime", SimpleNamespace(now=noon.astimezone))
+    assert HttpReply(503, b"", {"Retry-After": date}).retry_after == hours * 3600
 
 
 def test_status_says_whether_a_service_is_away():

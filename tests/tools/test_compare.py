@@ -181,3 +181,14 @@ def test_other_retrievers_are_a_warning(evaluate, call, first, second, differs):
     status, _, error, numbers = call(*paths)
     assert status == 0 and ("different retrievers searched" in error) == differs
     assert numbers["other_retrievers"] == differs
+
+
+def test_fields_of_different_retrievers_are_named(evaluate, call):
+    first = {"corpus_sha256": "c1", "documents": 10, "encoder": "e5"}
+    second = {"corpus_sha256": "c2", "documents": 10, "reranker": "m"}
+    path = evaluate("A", IDS, retriever=first)
+    searchless = evaluate("B", IDS)
+    other_path = evaluate("C", IDS, retriever=second)
+    _, _, error, _ = call(f"{path},{searchless}", other_path)
+    fields = "corpus_sha256, encoder, reranker"
+    assert f"different retrievers searched: {fields} of {path} and of {other_path} differ" in error

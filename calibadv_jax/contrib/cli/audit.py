@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from calibadv_jax.advantages.credit import GroupCredit
+from calibadv_jax.advantages.estimators import judges_searches
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
 from calibadv_jax.contrib.audit.evidence import EvidencePair, Variant, gather, pool
@@ -195,7 +196,7 @@ def audit(folder: Path, variants: Sequence[Variant], seed: int, console: Console
         folder: the run's folder.
         variants: names and overrides; the first one has no overrides. They stay unchanged.
         seed: seed of the control's permutations.
-        console: shows the progress, and warns of groups left out and of advantages that differ.
+        console: shows the progress, and warns of evidence that is missing and of advantages that differ.
 
     Returns:
         The variants with their evidence.
@@ -227,7 +228,8 @@ def audit(folder: Path, variants: Sequence[Variant], seed: int, console: Console
                     num_equal_turns += num_equal
                     num_turns += num_compared
             show(num_done)
-    num_audited = len(pool(audited[0]).true.groups)
+    groups = pool(audited[0]).true.groups
+    num_audited = len(groups)
     if num_audited == 0:
         raise UserError(
             f"{folder}: none of its questions names supporting passages (supporting_ids); audit a run on a"
@@ -238,10 +240,20 @@ def audit(folder: Path, variants: Sequence[Variant], seed: int, console: Console
             f"{folder}: {num_groups - num_audited} of {num_groups} groups name no supporting passages and are"
             " left out"
         )
+    if not groups["seen_hits"].any():
+        console.warn(
+            f"{folder}: no search ever showed a supporting passage; check that the supporting_ids of its"
+            " questions are ids of the corpus that the run searched"
+        )
     if num_equal_turns < num_turns:
         console.warn(
             f"{folder}: {num_turns - num_equal_turns} of {num_turns} turns get another advantage than was"
             " kept; calibadv replay shows more"
+        )
+    if not any(judges_searches(config.advantage) for config in configs.values()):
+        names = " and ".join(sorted({config.advantage.name for config in configs.values()}))
+        console.warn(
+            f"{folder}: {names} judges no search; add advantage.name=calibadv to see what CalibAdv would do"
         )
     return audited
 

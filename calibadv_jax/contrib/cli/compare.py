@@ -79,9 +79,9 @@ def run(arguments: argparse.Namespace) -> None:
     seeds_of_second = _read_seeds(arguments.second)
     evaluations = seeds_of_first | seeds_of_second
     _refuse_different_questions(evaluations)
-    has_other_retrievers = _has_other_retrievers(evaluations)
-    if has_other_retrievers:
-        console.warn('different retrievers searched; compare "retriever" in the lines of the files')
+    retriever_difference = _retriever_difference(evaluations)
+    if retriever_difference:
+        console.warn(f"different retrievers searched: {retriever_difference}")
     first = Policy(arguments.first, seeds_of_first, _mean_of_seeds(seeds_of_first))
     second = Policy(arguments.second, seeds_of_second, _mean_of_seeds(seeds_of_second))
 
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
             "second": arguments.second,
             "confidence": arguments.confidence,
             "resamples": arguments.resamples,
-            "other_retrievers": has_other_retrievers,
+            "other_retrievers": bool(retriever_difference),
             "differences": _nested(results),
         }
         write_json(arguments.output, numbers)
@@ -144,15 +144,29 @@ def _question(evaluation: Evaluation, key: RowKey) -> tuple[Any, Any]:
     return row.get("question"), row.get("golden_answers")
 
 
-def _has_other_retrievers(evaluations: Mapping[str, Evaluation]) -> bool:
-    """Return whether evaluations used different retrievers, by the first row of each."""
-    retrievers = []
-    for evaluation in evaluations.values():
+def _retriever_difference(evaluations: Mapping[str, Evaluation]) -> str:
+    """Name the first two evaluations whose retrievers differ, and the fields in which they do.
+
+    The retriever of an evaluation is that of its first row. An evaluation without searches has none, and does
+    not count.
+
+    Returns:
+        A clause; empty if no retrievers differ.
+    """
+    retrievers: dict[str, dict[str, Any]] = {}
+    for path, evaluation in evaluations.items():
         first_row = next(iter(evaluation.values()))
         retriever = first_row.get("retriever")
-        if retriever:  # an evaluation without searches has none
-            retrievers.append(retriever)
-    return any(retriever != retrievers[0] for retriever in retrievers)
+        if retriever:
+            retrievers[path] = retriever
+    if not retrievers:
+        return ""
+    first_path, first = next(iter(retrievers.items()))
+    for path, retriever in retrievers.items():
+        fields = [name for name in first | retriever if first.get(name) != retriever.get(name)]
+        if fields:
+            return f"{', '.join(fields)} of {first_path} and of {path} differ"
+    return ""
 
 
 def _mean_of_seeds(seeds: Mapping[str, Evaluation]) -> Evaluation:

@@ -64,6 +64,12 @@ def make_server(
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            self._send(with_content=True)
+
+        def do_HEAD(self) -> None:
+            self._send(with_content=False)
+
+        def _send(self, with_content: bool) -> None:
             status, content, headers = self._reply()
             self.send_response(status)
             if status != HTTPStatus.NOT_MODIFIED:
@@ -72,7 +78,8 @@ def make_server(
                 self.send_header(name, value)
             with suppress(ConnectionError):  # a browser that has turned to another group
                 self.end_headers()
-                self.wfile.write(content)
+                if with_content:
+                    self.wfile.write(content)
 
         def _reply(self) -> tuple[HTTPStatus, bytes, dict[str, str]]:
             """Return status, content and the headers beside those that guard the page."""

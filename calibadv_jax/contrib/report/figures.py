@@ -23,6 +23,7 @@ class Figure:
     metrics: Mapping[str, str]  # metric -> name of its line; "*" stands for any text, which names the line
     from_zero: bool = True  # the axis starts at 0 where no value is negative
     cuts_spikes: bool = False  # the axis ends at twice the 95th percentile
+    needs_rollouts: bool = False  # its values come from kept trajectories, the trainer does not log them
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def _figure(
     note: str = "",
     from_zero: bool = True,
     cuts_spikes: bool = False,
+    needs_rollouts: bool = False,
 ) -> Figure:
     """Return a figure.
 
@@ -55,13 +57,14 @@ def _figure(
         note: how to read the values.
         from_zero: see `Figure`.
         cuts_spikes: see `Figure`.
+        needs_rollouts: see `Figure`.
     """
     lines = {metrics: ""} if isinstance(metrics, str) else metrics
     if not text:
         unit, text = _catalogue_unit_and_text(lines)
     if note:
         text = f"{text} {note}"
-    return Figure(key, title, text, unit, lines, from_zero, cuts_spikes)
+    return Figure(key, title, text, unit, lines, from_zero, cuts_spikes, needs_rollouts)
 
 
 def _catalogue_unit_and_text(lines: Mapping[str, str]) -> tuple[str, str]:
@@ -127,6 +130,7 @@ SECTIONS = {
                 metrics="f1/*",
                 unit="F1",
                 text="Mean F1 of the trajectories of each data source.",
+                needs_rollouts=True,
             ),
             _figure(
                 "exact",
@@ -311,6 +315,7 @@ SECTIONS = {
                     "Mean advantage of the search turns and of the answer turns, before and after the"
                     " calibration."
                 ),
+                needs_rollouts=True,
             ),
         ),
     ),
@@ -398,6 +403,7 @@ SECTIONS = {
                     " All at 1 where the two agree and nothing is stale."
                 ),
                 from_zero=False,
+                needs_rollouts=True,
             ),
         ),
     ),

@@ -58,7 +58,17 @@ class Section:
 
 
 class Gathered:
-    """Everything that the page draws; trends are means of `smooth` steps."""
+    """Everything that the page draws.
+
+    Args:
+        series: the runs, by curve.
+        smooth: steps that the trends are means of.
+
+    Attributes:
+        sections: sections with a chart or a constant.
+        charts: the charts of all sections.
+        left_out: titles of the figures of a training run that need kept trajectories, and have no values.
+    """
 
     def __init__(self, series: Sequence[Series], smooth: int = SMOOTH):
         self.series = series
@@ -69,6 +79,7 @@ class Gathered:
         sections = [self._section(key, section) for key, section in (SECTIONS | {"other": other}).items()]
         self.sections = [section for section in sections if section.charts or section.constant]
         self.charts = [chart for section in sections for chart in section.charts]
+        self.left_out = self._left_out_titles()
 
     def _logged_metrics(self) -> list[str]:
         """Return the metrics of all runs, each once."""
@@ -77,6 +88,19 @@ class Gathered:
             for values in runs:
                 names.update(dict.fromkeys(values))
         return list(names)
+
+    def _left_out_titles(self) -> list[str]:
+        """Return the titles of figures without values, whose values come from kept trajectories.
+
+        The list is empty where all runs are cold starts, which keep none.
+        """
+        if "reward/mean" not in self._logged:
+            return []
+        titles = []
+        for figure in FIGURES:
+            if figure.needs_rollouts and not self._lines(figure):
+                titles.append(figure.title)
+        return titles
 
     def _section(self, key: str, section: FigureSection) -> Section:
         """Return a section's charts; those whose curves are all flat become a line of text."""

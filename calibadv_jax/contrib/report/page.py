@@ -14,7 +14,7 @@ from markupsafe import Markup
 from calibadv_jax.contrib.report.curves import Curve
 from calibadv_jax.contrib.report.draw import draw, place, themed_svg
 from calibadv_jax.contrib.report.gather import Chart, Gathered
-from calibadv_jax.contrib.report.runs import Run, compare
+from calibadv_jax.contrib.report.runs import Run, Series, compare
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.rollout_store.schema import run_name
 
@@ -50,6 +50,7 @@ def render(gathered: Gathered, port: int) -> str:
         score="reward/mean" if has_rewards else "sft/loss",
         inspect={"port": port, "runs": [_inspected(run) for run in runs if run.rollouts]},
         gathered=gathered,
+        early_ends=early_ends(gathered.series),
         drawings={chart.figure.key: _drawn(chart, order) for chart in gathered.charts},
         evaluations=sorted(evaluations, key=lambda pair: pair[1].questions),
         scores=scores,
@@ -63,6 +64,21 @@ def mean_of_last(values: Mapping[int, float | None]) -> float | None:
     finite = [value for _, value in sorted(values.items()) if value is not None]
     last = finite[-LAST_VALUES:]
     return sum(last) / len(last) if last else None
+
+
+def early_ends(series: Sequence[Series]) -> list[str]:
+    """Return a sentence for each run that has fewer steps than another run of its curve."""
+    sentences = []
+    for group in series:
+        last_steps = {run.name: max(run.rows) for run in group.runs}
+        longest = max(last_steps.values())
+        for name, last_step in last_steps.items():
+            if last_step < longest:
+                sentences.append(
+                    f"Run {name} ends at step {last_step}; after it, its curve shows only the runs that go"
+                    " on."
+                )
+    return sentences
 
 
 def _drawn(chart: Chart, order: Sequence[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from calibadv_jax.rollout_store.schema import kept_steps
 
 MAX_SERIES = 8  # curves of one chart that can be told apart
 IGNORED = keys_with_mark(Mark.PER_RUN)  # keys whose values may differ between runs of one experiment
+MAX_NAMED_RUNS = 8  # runs in a folder that a message names
 LONGEST_NAME = 22  # letters of a curve's name
 
 
@@ -70,7 +71,7 @@ def _read(folder: Path, name: str) -> Run:
     path = folder / "metrics.jsonl"
     start = newest_start(folder)
     if not path.is_file() and start is None:
-        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; give the run.dir of a run")
+        raise UserError(f"{folder}: not a run folder, it has no metrics.jsonl; {_advice(folder)}")
     rows: dict[int, dict[str, Any]] = {}
     if path.is_file():
         for row in read_metrics(path):
@@ -92,6 +93,22 @@ def _read(folder: Path, name: str) -> Run:
         evaluations=read_evaluations(folder, evaluation_section.get("output")),
         rollouts=rollouts,
     )
+
+
+def _advice(folder: Path) -> str:
+    """Say which runs lie in a folder that is none itself, or else what to give."""
+    runs = []
+    for metrics in sorted(folder.glob("*/metrics.jsonl")):
+        run = metrics.parent
+        if run.name != "sft_metrics":  # metrics of a cold start, in the folder of its run
+            runs.append(str(run))
+    if not runs:
+        return "give the run.dir of a run"
+    shown = " ".join(runs[:MAX_NAMED_RUNS])
+    num_others = len(runs) - MAX_NAMED_RUNS
+    if num_others > 0:
+        return f"it holds some: {shown} and {num_others} more; give those that you want"
+    return f"it holds some: {shown}; give those that you want"
 
 
 def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:

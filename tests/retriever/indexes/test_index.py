@@ -18,6 +18,7 @@ from retriever_rig import bm25_scores, brute_force_ids, ids, people_corpus, refu
 from retriever.backends import BuildOptions, IndexOptions
 from retriever.encoders.hashed import HashedEncoder
 from retriever.errors import RetrieverError
+from retriever.indexes import bm25 as bm25_module
 from retriever.indexes import build as build_module
 from retriever.indexes import progress as progress_module
 from retriever.indexes.build import build_index, embed
@@ -380,6 +381,35 @@ def test_changed_array_of_bm25_is_noticed(built, tmp_path, corpus, name, change,
     array = change(np.load(path))
     np.save(path, array)
     refuses(f"{path.name}: damaged .its checksum", open_index, copy, corpus, IndexOptions(mmap=mmap))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("indices", lambda rows: rows + 1000),
+        ("indices", lambda rows: rows - 1000),
+        ("indices", lambda rows: np.append(rows[:-1], 30)),  # the corpus has 30 passages
+        ("indptr", lambda starts: starts * 3),
+        ("indptr", lambda starts: starts + 1),
+        ("indptr", lambda starts: starts[::-1].copy()),
+        ("indptr", lambda starts: starts[:0]),
+        ("indptr", lambda starts: np.append(starts[:4], starts[-1])),  # fewer columns than words
+        ("data", lambda scores: scores[:-1]),
+    ],
+    ids=range(9),
+)
+@pytest.mark.parametrize("mmap", [False, True])
+def test_places_out_of_range_are_noticed_without_checksums(
+    built, tmp_path, corpus, monkeypatch, name, change, mmap
+):
+    monkeypatch.setattr(bm25_module, "CHECKED_ROWS", 7)  # the last row is in a later block
+    options = IndexOptions(mmap=mmap, skip_checksum=True)
+    copy = Path(shutil.copytree(built / "bm25", tmp_path / "copy"))
+    assert open_index(copy, corpus, options).search(["person 17"], 1)[0][0][0]["id"] == "17"
+    path = copy / "bm25" / f"{name}.csc.index.npy"
+    np.save(path, change(np.load(path)))
+    message = r"not a whole BM25 index \(places out of range\); build it again"
+    refuses(message, open_index, copy, corpus, options)
 
 
 def test_damaged_or_too_large_bm25_is_refused(built, tmp_path, corpus, monkeypatch):
