@@ -279,6 +279,11 @@ def test_shipped_names_load_and_files_win(tmp_path, monkeypatch, capsys):
     assert load_config("quickstart").run.seed == 7
 
 
+def test_quickstarts_and_configs_of_peers_are_shipped():
+    names = {"quickstart", "quickstart_grpo", "quickstart_vllm", "search_r1", "wiki_sample"}
+    assert names <= set(shipped_names())
+
+
 def test_copied_config_builds_upon_the_shipped(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     copy_config(["copy", "paper/qwen2.5-7b-grpo"])
