@@ -237,7 +237,7 @@ def test_stale_rollouts_are_accepted_where_the_loss_corrects_for_them(write, ove
         ("rollout.n=5", "did you mean 'rollout.group_size'?"),
         ("trainer.steps=3", "unknown key 'trainer.steps'; did you mean 'learner.steps'?"),
         ("actor.optim.lr=1", "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'?"),
-        ("retriever.topk_retrieval=20", "did you mean 'retriever.retrieval_topk'?"),
+        ("retriever.topk_retrieval=20", "did you mean 'retriever.rerank_candidates'?"),
     ],
 )
 def test_unknown_key_is_refused_with_the_key_that_was_meant(write, override, hint):
