@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, load_config, parse_config
@@ -56,6 +57,15 @@ def test_options_and_overrides_in_any_order(config_file, tmp_path, capsys):
     assert "unknown option '--offline'" in capsys.readouterr().err, "the flag belongs to another command"
 
 
+def test_parsed_arguments_without_overrides():
+    assert cli.parse(PROGRAM, "", ["--config", "f.yaml"]) == cli.Arguments([Path("f.yaml")], [], False)
+
+
+def test_several_configs_keep_their_order():
+    arguments = cli.parse(PROGRAM, "", ["--config", "b.yaml", "x.y=1", "--config", "a.yaml"])
+    assert arguments.configs == [Path("b.yaml"), Path("a.yaml")]
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
@@ -83,6 +93,15 @@ def test_dry_run_prints_every_key(config_file, capsys):
     assert parse_config(capsys.readouterr().out, "printed") == expected and expected.learner.steps == 7
 
 
+def test_dry_run_prints_resolved_values(config_file, capsys):
+    run = raising(AssertionError("ran"))
+    assert status_of(run, ["--config", str(config_file), "--dry-run", "run.dir=elsewhere"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["learner"]["steps"] == 7
+    assert printed["sft"]["output"] == "elsewhere/sft"
+    assert printed["advantage"]["name"] == "calibadv"
+
+
 def disk_error(number: int):
     return raising(OSError(number, os.strerror(number), "a/metrics.jsonl"))
 
@@ -97,6 +116,7 @@ def disk_error(number: int):
         (raising(EnvironmentFailure("a lock is held")), 75, "error: a lock is held\n"),
         (raising(RequestFailed("retriever", "is away")), 75, "error: is away\n"),
         (disk_error(errno.ENOSPC), 75, "error: a/metrics.jsonl: No space left on device; fix that"),
+        (disk_error(errno.EROFS), 2, "error: a/metrics.jsonl: Read-only file system; fix that"),
         (disk_error(errno.EACCES), 2, "error: a/metrics.jsonl: Permission denied; fix that"),
     ],
 )
@@ -130,7 +150,9 @@ def test_config_is_checked_before_imports(config_file):
     listing = run("--help")
     assert all(f"  {name} " in listing.stdout for name in cli.COMMANDS)
     assert listing.stdout.endswith("0 False\n")
-    assert run("export", "--config", str(config_file), "run.dir=nowhere").stdout == "2 True\n"
+    ran = run("export", "--config", str(config_file), "run.dir=nowhere")
+    assert "no complete checkpoint there" in ran.stderr
+    assert ran.stdout == "2 True\n"
 
 
 @pytest.mark.parametrize(
@@ -158,3 +180,19 @@ def test_packages_are_programs(program):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("error: nowhere.yaml: no such config file")
+
+
+@pytest.mark.medium
+def test_command_without_a_config_is_run_by_the_package(tmp_path):
+    command = [sys.executable, "-m", "calibadv_jax", "audit", str(tmp_path / "nowhere")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: ") and ran.stderr.count("\n") == 1
+    assert "nowhere" in ran.stderr
+
+
+def test_bad_override_is_a_user_error(config_file, capsys):
+    run = raising(AssertionError("ran"))
+    assert status_of(run, ["--config", str(config_file), "learner.step=3"]) == 2
+    message = capsys.readouterr().err
+    assert message == "error: command line: unknown key 'learner.step'; did you mean 'learner.steps'?\n"

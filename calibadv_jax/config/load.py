@@ -36,6 +36,8 @@ from calibadv_jax.core.secrets import redact, remember
 COMMAND_LINE = "command line"
 # Key of a file that builds upon another file.
 BASE = "base"
+# Options that only the retrieval service has: a file with them is a config of the service.
+SERVICE_OPTIONS = ("corpus_path", "index_path", "retriever_name")
 # A reference to an environment variable that is not escaped; group 1 is the variable's name.
 REFERENCE = re.compile(r"(?<!\\)\$\{\s*oc\.env:\W*(\w+)[^{}]*\}")
 
@@ -246,6 +248,12 @@ def _checked(loaded: Any, name: str, is_kept: bool = False) -> DictConfig:
     """
     if not isinstance(loaded, DictConfig):
         raise UserError(f"{name}: expected a mapping of sections, got a list")
+    options = [option for option in SERVICE_OPTIONS if option in loaded]
+    if options:
+        raise UserError(
+            f"{name}: holds options of the retrieval service ({', '.join(options)}); "
+            f"start the service with it: scripts/launch_retriever.sh --config {name}"
+        )
     values: Any = OmegaConf.to_container(loaded)
     drop_removed(values)
     if is_kept:

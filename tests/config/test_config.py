@@ -49,6 +49,21 @@ def test_empty_file_gives_the_defaults(write):
     assert config.sft.output == "runs/default/sft"
 
 
+def test_overrides_win_over_the_file(write):
+    path = write("learner: {steps: 3, optimizer: {lr: 1.0e-3}}\nrun: {dir: runs/a}\n")
+    config = load_config(path, ["learner.steps=9", "evaluate.temperatures=[0.0,1.0]", "run.dir=runs/b"])
+    assert config.learner.steps == 9
+    assert config.learner.optimizer.lr == 1e-3
+    assert config.evaluate.temperatures == [0.0, 1.0]
+    assert config.export.output == "runs/b/hf"
+
+
+def test_section_on_the_command_line_is_merged(write):
+    config = load_config(write("learner: {steps: 4}"), ["learner={epochs: 2}"])
+    assert config.learner.steps == 4
+    assert config.learner.epochs == 2
+
+
 def test_resolved_config_reads_back_as_itself(write):
     sections = "sft: {phases: [{steps: 5, loss_on: all}]}\npolicy: {init: {a: qwen2, b: 64}}"
     config = load_config(write(f"run: {{dir: runs/x}}\nlearner: {{steps: 4}}\n{sections}"))
@@ -121,6 +136,116 @@ def test_mistake_in_file_names_key_and_hint(tmp_path, text, part):
 @pytest.mark.parametrize(("override", "part"), ON_COMMAND_LINE)
 def test_mistake_on_command_line_names_key_and_hint(write, override, part):
     assert part in refusal(write("sft: {phases: [{steps: 5}]}"), override)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learner: {steps: true}", "learner.steps: must be a valid integer (got true)"),
+        (
+            "learner: {optimizer: {lr: '1e-3'}}",
+            "learner.optimizer.lr: must be a valid number, without quotes",
+        ),
+        ("log: {progress: 'no'}", 'log.progress: must be a valid boolean, without quotes (got "no")'),
+        (
+            "prompt: {chat: off}",
+            "prompt.chat: must be 'auto', 'on' or 'off', in quotes: YAML takes on and off",
+        ),
+        ("evaluate: {temperatures: 1.0}", "evaluate.temperatures: must be a list, such as [a, b] (got 1.0)"),
+        ("policy: {init: 3}", "policy.init: must be an object (got 3)"),
+        ("advantage: {name: ppo}", "advantage.name: must be one of calibadv, grpo, "),
+        (
+            "advantage: {adjust: both}",
+            """advantage.adjust: must be 'positive', 'negative' or 'clip' (got "both")""",
+        ),
+        ("learner: [1, 2", "not valid YAML"),
+    ],
+)
+def test_value_of_another_type_is_refused(write, text, message):
+    assert message in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learner: {steps: 0}", "learner.steps: must be greater than 0 (got 0)"),
+        ("rollout: {top_p: 1.5}", "rollout.top_p: must be less than or equal to 1 (got 1.5)"),
+        ("data: {eval_limit: -1}", "data.eval_limit: must be greater than or equal to 0 (got -1)"),
+        (
+            "evaluate: {temperatures: [0, -1]}",
+            "evaluate.temperatures.1: must be greater than or equal to 0 (got -1)",
+        ),
+        ("learner: {optimizer: {beta1: 1}}", "learner.optimizer.beta1: must be less than 1 (got 1)"),
+        (
+            "learner: {optimizer: {beta2: -0.1}}",
+            "learner.optimizer.beta2: must be greater than or equal to 0 (got -0.1)",
+        ),
+        ("sft: {optimizer: {beta2: 1.0}}", "sft.optimizer.beta2: must be less than 1 (got 1.0)"),
+        ("mesh: {fsdp: 0}", "mesh: fsdp is 0: must be at least 1, or -1 for all remaining devices"),
+        ("mesh: {tensor: -2}", "mesh: tensor is -2: must be at least 1, or -1 for all remaining devices"),
+        ("mesh: {data: -1}", "mesh: data=-1, fsdp=-1 and tensor=1: only one of them can be -1"),
+        ("run: {seed: -1}", "run.seed: must be greater than or equal to 0 (got -1)"),
+    ],
+)
+def test_value_beyond_its_limit_is_refused(write, text, message):
+    assert message in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learner: {pack_length: 100}", "learner.pack_length is 100, but rollout.max_length = 16384"),
+        ("rollout: {max_staleness: 1}", "sampler.name=jax samples on the learner's own devices"),
+        (
+            "{sampler: {name: vllm}, rollout: {max_staleness: 1}}",
+            "set loss.importance_cap=2, or rollout.max_staleness=0",
+        ),
+        (
+            "sampler: {name: vllm, workers: 2, worker_devices: ['0']}",
+            "worker_devices names 1 workers, but workers is 2",
+        ),
+        (
+            "{sampler: {name: vllm}, rollout: {top_p: 0.9}, loss: {importance_cap: 2}}",
+            "set top_p=1 and top_k=0, or loss.importance_* to 0",
+        ),
+        ("rollout: {max_prompt_length: 20000}", "rollout: max_prompt_length is 20000"),
+    ],
+)
+def test_keys_that_exclude_each_other_in_a_file_are_refused(write, text, message):
+    assert message in refusal(write(text))
+
+
+@pytest.mark.parametrize("override", ["loss.importance_cap=2", "loss.old_logprobs=sampler"])
+def test_stale_rollouts_are_accepted_where_the_loss_corrects_for_them(write, override):
+    path = write("{sampler: {name: vllm}, rollout: {max_staleness: 1}}")
+    assert load_config(path, [override]).rollout.max_staleness == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("learner.step=3", "command line: unknown key 'learner.step'; did you mean 'learner.steps'?"),
+        ("learner.lr=1", "did you mean 'learner.optimizer.lr'?"),
+        ("seed=1", "did you mean 'run.seed' or 'world.seed'?"),
+        ("temperature=1", "did you mean 'rollout.temperature'?"),
+        ("learner.group_size=4", "did you mean 'rollout.group_size'?"),
+        ("lerner.steps=1", "did you mean 'learner'?"),
+        ("xyzzy=3", "unknown key 'xyzzy'; every key is in docs/configuration.md"),
+        # of other trainers
+        ("advantage.lambda=1", "did you mean 'advantage.target_ratio'?"),
+        ("rollout.max_new_tokens=5", "did you mean 'rollout.max_turn_length'?"),
+        ("rollout.n=5", "did you mean 'rollout.group_size'?"),
+        ("trainer.steps=3", "unknown key 'trainer.steps'; did you mean 'learner.steps'?"),
+        ("actor.optim.lr=1", "unknown key 'actor.optim.lr'; did you mean 'learner.optimizer.lr'?"),
+        ("retriever.topk_retrieval=20", "did you mean 'retriever.rerank_candidates'?"),
+    ],
+)
+def test_unknown_key_is_refused_with_the_key_that_was_meant(write, override, hint):
+    assert hint in refusal(write(""), override)
+
+
+def test_known_keys_are_dotted():
+    assert {"learner", "learner.steps", "learner.optimizer.lr", "policy.init"} <= known_keys().keys()
 
 
 @pytest.mark.parametrize(
@@ -224,6 +349,21 @@ def test_generated_page_is_current(script):
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), f"run: python -m {script.__name__}"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| `learner.epochs=1` | integer > 0 | Passes over the step's trajectories. |",
+        "| `learner.optimizer.name=adamw` | `adamw`, `muon` |",
+        "| `rollout.top_p=1.0` | number > 0, ≤ 1 |",
+        "| `sampler.urls=[]` | list of text |",
+        "| `policy.init={}` | mapping |",
+        "| `sft.phases[].steps=null` | integer > 0 or null |",
+    ],
+)
+def test_page_of_keys_shows_defaults_values_and_limits(line):
+    assert line in document_config.page()
+
+
 def test_every_key_is_described():
     keys = document_config.keys()
     assert len(keys) > 100
@@ -261,6 +401,7 @@ def test_file_builds_upon_another(write, tmp_path):
     [
         (["{}", "learner: {steps: 0}"], "b.yaml: learner.steps: must be greater than 0 (got 0)"),
         (["learner: {steps: 0}", "learner: {epochs: 2}"], "a.yaml: learner.steps: must be"),
+        (["learner: {steps: 0}", "learner: {steps: x}"], "b.yaml: learner.steps: must be a valid integer"),
         (["{}", "lerner: {}"], "b.yaml: unknown key 'lerner'"),
         (["{}", "learner: [1"], "b.yaml: not valid YAML"),
         (["base: b.yaml", "run: {seed: -1}"], "b.yaml: run.seed: must be"),
@@ -280,6 +421,18 @@ def test_file_builds_upon_another(write, tmp_path):
 def test_mistake_names_its_file(write, texts, start, tmp_path):
     message = refusal(write(**dict(zip("abc", texts, strict=False))))
     assert message.startswith(f"{tmp_path}/{start.replace('FOLDER', str(tmp_path))}")
+
+
+def test_mistake_on_the_command_line_names_all_files(write, tmp_path):
+    paths = write(a="learner: {steps: 1}", b="run: {seed: 1}")
+    message = refusal(paths, "learner.steps=0")
+    key = "learner.steps: must be greater than 0 (got 0 on the command line)"
+    assert message == f"{tmp_path}/a.yaml + {tmp_path}/b.yaml: {key}"
+
+
+def test_missing_file_is_refused_with_the_command_that_lists_configs(tmp_path):
+    path = tmp_path / "none.yaml"
+    assert refusal([path]) == f"{path}: no such config file; calibadv configs lists the shipped ones"
 
 
 def test_replaced_values_are_checked_and_sections_frozen():

@@ -37,6 +37,15 @@ def test_route_in_retriever_url_is_refused(url):
         RetrieverConfig(url=url)
 
 
+def test_config_of_the_service_is_no_config_of_a_run():
+    path = ROOT / "configs/retriever.yaml"
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    message = str(error.value)
+    assert "options of the retrieval service (corpus_path, index_path, retriever_name)" in message
+    assert message.endswith(f"scripts/launch_retriever.sh --config {path}")
+
+
 URLS = ("http://me:pw@h:1", "http://pw@h/", "HTTPS://me:p/pw@h/x", "me:pw@h", "http:/me:pw@h")
 
 

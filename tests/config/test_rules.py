@@ -17,7 +17,9 @@ def check(message, **sections):
         changed(**sections)
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_p": 0.9, "top_k": 20}], ids=str
+)
 @pytest.mark.parametrize("name", ["jax", "vllm"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_sampler_and_loss_fit_together(name, staleness, sampling):
@@ -53,6 +55,7 @@ def critic(warmup, base):
         ("pack_length is 99, .*max_length = 100", {"rollout": LIMITS, "learner": {"pack_length": 99}}),
         *((None, {"rollout": LIMITS, "learner": {"pack_length": row}}) for row in (100, 101)),
         ("max_prompt_length is 100, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 100}}),
+        ("max_prompt_length is 101, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 101}}),
         (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
         ("urls is http://a, http://a: give each", {"sampler": {"urls": ["http://a", "http://a"]}}),
         ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
@@ -128,6 +131,17 @@ def test_keys_have_their_marks(mark):
 def test_mark_of_section_holds_for_its_keys():
     assert is_among(keys_with_mark(Mark.UNLEARNED), "sft.phases.0.steps")
     assert is_among(keys_with_mark(Mark.TUNED), "data.weights.nq") and not is_among(["run"], "runs.dir")
+
+
+def test_mark_of_a_key_does_not_hold_for_its_neighbours():
+    tuned = keys_with_mark(Mark.TUNED)
+    assert is_among(tuned, "data.weights.nq")
+    assert not is_among(tuned, "data.train")
+
+
+def test_marks_are_no_part_of_a_value():
+    assert Config() == Config()
+    assert known_keys()["mesh"] is MeshConfig
 
 
 def test_derived_settings():

@@ -15,7 +15,7 @@ from calibadv_jax import cli
 from calibadv_jax.config import load_config
 from calibadv_jax.config.shipped import headline, shipped_names
 from calibadv_jax.contrib.cli import configs, doctor
-from calibadv_jax.contrib.planning.memory import estimate_memory, peak_memory
+from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, peak_memory
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.run.comparison import differences
@@ -114,6 +114,17 @@ def test_commands_of_headers_parse(program, arguments, monkeypatch, capsys):
         assert capsys.readouterr().out.startswith("run:\n")
 
 
+def test_headers_show_every_program_of_a_run():
+    assert {param.values[0] for param in COMMANDS} >= {
+        "calibadv train",
+        "calibadv evaluate",
+        "calibadv export",
+        "calibadv doctor",
+        "scripts/launch_retriever.sh",
+        "scripts/launch_vllm_worker.sh",
+    }
+
+
 # Settings that each project's scripts and the defaults of its YAML files have, at a commit.
 FACTS = {
     "paper": [  # the authors' script at 6ae1c4e
@@ -167,6 +178,54 @@ def test_settings_of_the_projects(name):
         assert config.learner.optimizer.warmup_updates == int(0.285 * updates)
 
 
+# Parameters of the published checkpoints: the sum over the shapes in their safetensors files.
+PUBLISHED = {
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama-3.2-3b-instruct": 3_212_749_824,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_policy_has_the_parameters_of_the_published_checkpoint(model):
+    assert architecture_from_hf(paper(model).policy.init).num_parameters == PUBLISHED[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_is_estimated_for_the_mesh(model):
+    """AdamW in float32: 4 bytes a parameter, 8 for its moments, 8 for gradients, over eight devices.
+
+    Norms and biases are not split.
+    """
+    config = paper(model)
+    architecture = architecture_from_hf(config.policy.init)
+    mesh = config.mesh.sizes_on(8)
+    assert mesh == {"data": 1, "fsdp": 8, "tensor": 1}
+    estimate = estimate_memory(config, architecture, mesh)
+    share = pytest.approx(PUBLISHED[model] / 8, rel=2e-3)
+    assert estimate["parameters"] / 4 == share
+    assert estimate["optimizer"] == estimate["gradients"] == 2 * estimate["parameters"]
+    assert "kv cache" not in estimate
+    assert "reference policy" not in estimate
+    assert peak_memory(estimate) < 0.45 * 80 * GIB  # what the header leaves to the trainer
+
+
+def test_memory_of_a_reference_policy_is_that_of_the_parameters():
+    config = paper("qwen2.5-3b", overrides=["loss.kl_coef=0.001"])
+    architecture = architecture_from_hf(config.policy.init)
+    estimate = estimate_memory(config, architecture, config.mesh.sizes_on(8))
+    assert estimate["reference policy"] == estimate["parameters"]
+
+
+def test_tensor_axis_divides_parameters_and_not_activations():
+    config = paper("qwen2.5-3b")
+    architecture = architecture_from_hf(config.policy.init)
+    plain = estimate_memory(config, architecture, {"data": 1, "fsdp": 8, "tensor": 1})
+    tensor = estimate_memory(config, architecture, {"data": 2, "fsdp": 2, "tensor": 2})
+    assert tensor["parameters"] / 8 == pytest.approx(PUBLISHED["qwen2.5-3b"] / 8, rel=2e-3)
+    assert tensor["activations"] == 2 * plain["activations"]
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in CONFIGS if "--gpu_memory" in str(load_config(path).sampler.worker_args)],
@@ -188,8 +247,13 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
 @pytest.mark.parametrize(
     ("override", "status", "words"),
     [
-        ("prompt.template=papr", 1, ["FAIL prompt: prompt.template is", "1 of 3 offline checks failed"]),
+        (
+            "prompt.template=papr",
+            1,
+            ["FAIL prompt: prompt.template is 'papr'", "1 of 3 offline checks failed"],
+        ),
         ("learner.microbatch_rows=12", 1, ["set learner.microbatch_rows=16"]),
+        ("policy.init.model_type=gpt2", 1, ["FAIL policy: policy.init: model_type is 'gpt2'"]),
         ("mesh.fsdp=-1", 0, ["as many as there are here"]),
         ("policy.path=", 0, ["3085.94M parameters"]),
         ("sampler.name=jax", 0, ["kv cache"]),
@@ -213,6 +277,11 @@ def test_shipped_names_load_and_files_win(tmp_path, monkeypatch, capsys):
         assert headline(name) and load_config(name)
     Path("quickstart").write_text("run: {seed: 7}")
     assert load_config("quickstart").run.seed == 7
+
+
+def test_quickstarts_and_configs_of_peers_are_shipped():
+    names = {"quickstart", "quickstart_grpo", "quickstart_vllm", "search_r1", "wiki_sample"}
+    assert names <= set(shipped_names())
 
 
 def test_copied_config_builds_upon_the_shipped(tmp_path, monkeypatch, capsys):

@@ -50,6 +50,15 @@ def test_folder_replaces_the_older_one(tmp_path):
         ]
 
 
+def test_folder_replaces_files_of_the_same_name(tmp_path):
+    path = tmp_path / "a"
+    for text in ("first", "second"):
+        with atomic_folder(path) as partial:
+            (partial / "inner").mkdir()
+            (partial / "inner/b").write_text(text)
+        assert (path / "inner/b").read_text() == text
+
+
 def of_killed_process(path, end, is_namesake=False):
     """Return the name that an ended process, of another number or of this one's, wrote to beside `path`."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -146,11 +155,13 @@ def test_all_writers_use_core_files():
     assert not writers - APPENDED
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_damaged_json_is_refused_with_way_out(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "fault"), [("{", "not valid JSON"), ("[1]", "expected a JSON object, got list")]
+)
+def test_damaged_json_is_refused_with_way_out(tmp_path, text, fault):
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"a\.json: .*; make it again$"):
+    with pytest.raises(UserError, match=rf"a\.json: {fault}.*; make it again$"):
         read_json(path, "make it again")
 
 

@@ -1,7 +1,11 @@
 """Policies and data sets of a hub: one on loopback, with the real client."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,6 +27,7 @@ from calibadv_jax.run.folder import enter_run_folder
 from calibadv_jax.run.model import build_model, find_folder, initial_params
 from calibadv_jax.snapshots.huggingface import save_folder
 
+ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = [Question("1", "Who?", ("Ann",), "test")]
 
 
@@ -80,6 +85,25 @@ def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
         assert commits(configured(elsewhere, path=path, revision=revision)) == [first]
 
 
+def test_newer_commit_is_not_downloaded_for_a_model_of_the_older(hub, tmp_path, policy_folder):
+    hub.add("owner/policy", policy_folder)
+    config = configured(tmp_path, path="owner/policy")
+    model = build_model(config, "owner/policy")
+    hub.add("owner/policy", policy_folder, **{"README.md": b"new"})
+    assert initial_params(config, model, "owner/policy") is not None
+    assert not any("README" in path for path in hub.downloads)
+
+
+def test_another_revision_is_another_experiment(hub, tmp_path, policy_folder):
+    first = hub.add("owner/policy", policy_folder)
+    config = configured(tmp_path, path="owner/policy")
+    enter_run_folder(config, build_model(config, "owner/policy"), QUESTIONS, print)
+    (tmp_path / "run/checkpoints/3").mkdir(parents=True)
+    other = configured(tmp_path, path="owner/policy", revision=first)
+    with pytest.raises(UserError, match="another experiment: policy.revision changed"):
+        enter_run_folder(other, build_model(other, "owner/policy"), QUESTIONS, print)
+
+
 @pytest.mark.medium
 def test_cold_start_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
@@ -109,7 +133,7 @@ def test_evaluation_and_tokenizer_accept_a_repository(hub, tmp_path, policy_fold
     [
         ("owner/nothing", "", "owner/nothing .model on http.*no folder here and no repository there"),
         ("owner/policy", "v9", "owner/policy .*no revision 'v9'; correct policy.revision"),
-        ("owner/gated", "", "owner/gated .*access is granted on request; ask.*owner/gated, then set HF"),
+        ("owner/gated", "", "owner/gated .*granted on request; ask.*owner/gated, then set HF_TOKEN"),
         ("owner/policy@main", "main", "both name a revision: leave one out"),
         (".", "main", "policy.revision is 'main', but policy.path=.* is a folder"),
     ],
@@ -134,8 +158,10 @@ def test_cache_serves_without_network(tmp_path, monkeypatch, policy_folder):
     assert initial_params(config, build_model(config, "owner/policy"), "owner/policy") is not None
     assert load_questions("hf://datasets/owner/data/train.jsonl") == kept
     for name in ("owner/other", "hf://datasets/owner/other/a.jsonl", "hf://datasets/owner/other"):
-        with pytest.raises(UserError, match="owner/other .*the hub cannot be reached; correct the path"):
+        message = "owner/other .*the hub cannot be reached; correct the path"
+        with pytest.raises(UserError, match=message) as caught:
             load_questions(name) if "data" in name else build_model(config, name)
+        assert "\n" not in str(caught.value)
 
 
 def rows(source, count=2):
@@ -152,9 +178,10 @@ def test_data_sets_by_file_pattern_or_alone(hub):
     both = load_questions("hf://datasets/owner/flash/*/test.jsonl")
     assert {question.data_source for question in both} == {"nq", "popqa"}
     assert [item.data_source for item in load_questions("owner/one")] == ["mine", "mine"]
+    files = "give hf://datasets/owner/flash/FILE; it holds nq/test.jsonl, popqa/test.jsonl"
     for name, message in (
-        ("owner/flash", "hf://datasets/owner/flash: 2 data files; .*nq/test.jsonl, popqa/test.jsonl"),
-        ("hf://datasets/owner/flash/dev.jsonl", "no file 'dev.jsonl'; .*nq/test.jsonl, popqa/test.jsonl"),
+        ("owner/flash", f"hf://datasets/owner/flash: 2 data files; {files}"),
+        ("hf://datasets/owner/flash/dev.jsonl", f"no file 'dev.jsonl'; {files}"),
         ("hf://datasets/owner", "expected hf://datasets/OWNER/NAME/FILE"),
         ("owner/none", "hf://datasets/owner/none: 0 data files"),
         ("hf://datasets/owner/a..b", "owner/a..b .dataset on http.*: no name of a repository"),
@@ -164,6 +191,24 @@ def test_data_sets_by_file_pattern_or_alone(hub):
     hub.broken.add("datasets/owner/one")
     with pytest.raises(EnvironmentFailure, match="owner/one .dataset on http.*cannot be downloaded: .*later"):
         load_questions("owner/one")
+
+
+@pytest.mark.medium
+def test_environment_names_hub_and_cache(hub, tmp_path):
+    """As a user sets it: before the program starts."""
+    commit = hub.add("owner/policy", **{"config.json": b"{}"})
+    code = "from calibadv_jax.core import hub; print(hub.fetch_model(hub.resolve('owner/policy', ''), False))"
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_CACHE"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    expected = tmp_path / "home/hub/models--owner--policy/snapshots" / commit
+    assert done.stdout.strip() == str(expected), done.stderr
 
 
 def test_names_and_pins_of_repositories(tmp_path, monkeypatch):
@@ -179,7 +224,7 @@ def test_names_and_pins_of_repositories(tmp_path, monkeypatch):
     assert hub_client.read_pins(tmp_path) == [newer, other]
 
 
-@pytest.mark.parametrize("content", ["", "[{", "{}", '["x"]', '[{"repository": "a/b"}]'])
+@pytest.mark.parametrize("content", ["", "[{", "{}", "3", "[null]", '["x"]', '[{"repository": "a/b"}]'])
 def test_damaged_pins_are_one_line(tmp_path, content):
     (tmp_path / "hub.json").write_text(content)
     with pytest.raises(UserError, match="hub.json: damaged, .*; remove it") as caught:

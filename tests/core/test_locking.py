@@ -54,6 +54,7 @@ def test_second_process_reads_the_owner(tmp_path, holder):
     owner = f"process {holder[0].pid} on {os.uname().nodename} since 2.*\\(-c "
     with pytest.raises(EnvironmentFailure, match=f"^run.dir={tmp_path}/run is in use by {owner}") as caught:
         locked_run(tmp_path / "run", silent).__enter__()
+    assert "wait until it has ended, stop it, or choose another folder" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
@@ -96,6 +97,32 @@ def test_outermost_block_releases(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_error_in_the_block_releases(tmp_path):
+    with pytest.raises(ValueError, match="broken"), locked_run(tmp_path, silent):
+        raise ValueError("broken")
+    assert not (tmp_path / ".lock").exists()
+    with locked_run(tmp_path, silent):
+        assert (tmp_path / ".lock").exists()
+
+
+def test_files_and_folders_of_the_block_stay(tmp_path):
+    with locked_run(tmp_path / "run", silent):
+        (tmp_path / "run/metrics.jsonl").touch()
+    (tmp_path / "existing").mkdir()
+    with locked_run(tmp_path / "existing", silent):
+        pass
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert names == {"run", "run/metrics.jsonl", "existing"}
+
+
+def test_outputs_of_one_folder_have_their_own_locks(tmp_path):
+    with locked_output(tmp_path / "hf", "export.output", silent):
+        with locked_output(tmp_path / "other", "export.output", silent):
+            names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == [".hf.lock", ".other.lock"]
+    assert not any(tmp_path.iterdir())
+
+
 def test_output_is_locked_beside_its_name_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     with locked_output(tmp_path / "hf", "export.output", silent):
@@ -113,7 +140,7 @@ def test_file_system_without_locks_warns(tmp_path, monkeypatch, number):
 
 def test_other_error_of_a_lock_is_raised(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="run.dir=.*file cannot be written"):
+    with pytest.raises(UserError, match=r"run.dir=.*file cannot be written \(.*\); choose another folder"):
         locked_run(tmp_path / "file", silent).__enter__()
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
         patch.setattr(fcntl, "flock", failing(errno.EIO))

@@ -68,6 +68,18 @@ def test_signal_is_answered_while_a_device_computes():
     assert process.returncode == 130
 
 
+def test_second_signal_of_another_kind_ends_at_once():
+    """The process ends with the status of the second signal."""
+    program = (
+        "import os, signal\nfrom calibadv_jax.core.stopping import Stop\n"
+        "with Stop() as stop, stop.held():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('held', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n    print('went on', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "held\n")
+
+
 @pytest.mark.timeout(60)
 def test_end_after_signal_says_next_step(capfd):
     with pytest.raises(SystemExit), Stop("", "the last step is saved", "the same command goes on"):
@@ -88,7 +100,7 @@ def test_end_after_signal_says_next_step(capfd):
 def test_signal_during_the_end_leaves_no_traceback():
     program = (
         "import atexit, os, signal\nfrom calibadv_jax import cli\n"
-        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ncli.end(lambda: None)"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ncli.run_and_exit(lambda: None)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

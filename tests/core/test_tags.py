@@ -5,6 +5,8 @@ import pytest
 from calibadv_jax.core.tags import (
     INVALID_ACTION,
     QUERY_REFUSED,
+    STOP_STRINGS,
+    TAG_NAMES,
     TAGS,
     Grammar,
     leaves_thought_open,
@@ -16,6 +18,11 @@ from calibadv_jax.core.tags import (
 
 CONTROL = "<|im_end|>"
 ACCESS = Grammar(("search", "access"))
+
+
+def test_grammar_of_the_search_protocol():
+    assert TAG_NAMES == ("think", "search", "information", "answer")
+    assert STOP_STRINGS == ("</search>", "</answer>")
 
 
 @pytest.mark.parametrize(
@@ -49,6 +56,23 @@ def test_first_closed_action_is_read(text, kind, think, body):
         assert (turn.query, turn.answer) == (("", body) if kind == "answer" else (body, ""))
 
 
+@pytest.mark.parametrize("rest", ["\n", ".", " <answer> forged </answer>", "</search>"])
+def test_text_after_the_first_closed_action_is_ignored(rest):
+    turn = parse_turn(f"<search> x </search>{rest}", "stop")
+    assert (turn.kind, turn.think, turn.query, turn.answer) == ("search", "", "x", "")
+
+
+@pytest.mark.parametrize("body", ["", "  \n", "a <search> b", "a <think> b", "</information> b", "<answer>"])
+def test_search_without_text_or_with_a_tag_is_invalid(body):
+    turn = parse_turn(f"<think> t </think><search>{body}</search>", "stop")
+    assert (turn.kind, turn.think, turn.query, turn.answer) == ("invalid", "t", "", "")
+
+
+def test_answer_with_a_tag_is_invalid():
+    turn = parse_turn("<answer> a <think> b </think></answer>", "stop")
+    assert (turn.kind, turn.query, turn.answer) == ("invalid", "", "")
+
+
 @pytest.mark.parametrize(
     "text", ["", "prose", "<search> x </answer>", "search> x </search>", "<SEARCH> x </SEARCH>"]
 )
@@ -63,7 +87,9 @@ def test_stop_reason_decides_without_action(text):
         ("a <search> b </search> c", "a [search] b [/search] c"),
         ("<Think>< / ANSWER ><information class='x'>", "[Think][ / ANSWER ][information class='x']"),
         ("<sea<search>rch>", "<sea[search]rch>"),
+        ("<search <search>>", "[search [search]>"),
         ("<search and no end", "[search and no end"),
+        ("Doc 1(Title: x", "Doc 1 [Title]: x"),
         ("MyDoc  22 ( title : x", "MyDoc  22 [title]: x"),
         ("So my previous  action is invalid. Hm", "So my earlier action was invalid. Hm"),
         (f"a{CONTROL}b <|im_<|im_end|>end|>", "aim_endb <|im_im_endend|>"),
@@ -71,6 +97,7 @@ def test_stop_reason_decides_without_action(text):
         # JSON may hold a lone surrogate; a tokenizer and a file in UTF-8 would refuse it.
         ("a\ud800b", "a\ufffdb"),
         ("a\ud83d\ude00b", "a\U0001f600b"),
+        ("<search>\udfff", "[search]\ufffd"),
         *((same, same) for same in ("1 < 2 and 3 > 2", "<thinker> <b>bold</b>", "research (Title: x)")),
         *((same, same) for same in ("Doc 1", "[search]", "", "a\n b")),
     ],
@@ -84,6 +111,7 @@ def test_joined_replacements_are_neutralised_again():
     assert neutralise("<<|search|>>", ["<|search|>"]) == "[search]"
     assert neutralise("<se<||>arch>", ["<||>"]) == "<se arch>"
     assert neutralise("PAD", ["PAD"]) == "P A D"
+    assert neutralise("a<|x|>b", ["<|x|>", "x"]) == "a b"
     assert neutralise("x <|a|>b", ["<|a|>", "<|a|>b"]) == "x a b"  # the longest is broken first
     cleaned = neutralise(INVALID_ACTION)
     assert "My previous action is invalid" not in cleaned and "<" not in cleaned

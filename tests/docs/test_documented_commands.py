@@ -84,8 +84,21 @@ AFTERWARDS = [
 
 def test_no_command_is_forgotten():
     names = {param.values[0].split()[1] for param in AFTERWARDS}
-    assert names == (set(cli.COMMANDS) | set(cli.TOOLS)) - set(BEGINS)
+    assert names == {"help", *cli.COMMANDS, *cli.TOOLS} - set(BEGINS)
     assert all(any(words in command for _, command in SHOWN) for words in EXCEPTIONS)
+
+
+def test_every_command_of_a_block_is_found():
+    """The reader of the blocks sees as many commands as a plain search for their names.
+
+    Commands within a container are not run.
+    """
+    names = "|".join(["help", *cli.COMMANDS, *cli.TOOLS])
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    blocks = [block for text in texts for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    shown = re.compile(rf"^(?!docker )[^#\n]*?\bcalibadv (?:{names})(?:\s|$)", re.MULTILINE)
+    counts = [len(shown.findall(block)) for block in blocks]
+    assert len(SHOWN) == sum(counts)
 
 
 @pytest.fixture(scope="module")

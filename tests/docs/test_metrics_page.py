@@ -136,6 +136,22 @@ def test_names_and_the_authors_names():
     assert find_metric("eval/nq/f1") is find_metric("reward/means") is None
 
 
+def test_units_and_meanings_are_written():
+    for metric in metrics():
+        assert metric.unit, metric
+        assert metric.meaning, metric
+        assert not metric.meaning.startswith(" "), metric
+
+
+def test_row_of_a_metric_has_four_cells():
+    assert document_metrics.cells(find_metric("group/solved")) == [
+        "`group/solved`",
+        "share",
+        "questions with at least one trajectory of the largest reward",
+        "`correct_rate/least_one_correct`",
+    ]
+
+
 def test_metrics_page_is_current():
     page = document_metrics.PAGE.read_text(encoding="utf-8")
     assert page == document_metrics.page(), "run: python -m scripts.document_metrics"

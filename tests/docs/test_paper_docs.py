@@ -39,6 +39,11 @@ def test_every_command_parses(command, arguments, monkeypatch, capsys):
     assert end.value.code == 0 and capsys.readouterr().out.startswith("run:\n")
 
 
+def test_pages_show_every_command_of_a_run():
+    assert len(COMMANDS) >= 8
+    assert {"doctor", "train", "evaluate", "export"} <= {command for command, _ in COMMANDS}
+
+
 def test_questions_go_where_the_config_reads_them():
     assert {"doctor", "train", "evaluate", "export"} <= {command for command, _ in COMMANDS}
     paper = load_config(ROOT / "configs/paper/qwen2.5-3b.yaml").data

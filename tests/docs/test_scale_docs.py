@@ -1,7 +1,10 @@
 """The pages of scale: their rows are the script's points, fit, and agree with what the doctor says."""
 
+import json
 import re
 import shlex
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,7 +14,7 @@ from plan_rig import planned
 
 from benchmarks.compiled import plan_table
 from benchmarks.compiled.ahead_of_time import expected_bytes, parse
-from benchmarks.compiled.scale_table import POINTS, TABLED
+from benchmarks.compiled.scale_table import POINTS, TABLED, compile_point, file_of, table
 from benchmarks.compiled.scale_table import row as table_row
 from calibadv_jax.config import load_config
 from calibadv_jax.contrib.cli import plan
@@ -92,6 +95,10 @@ def test_tables_have_rows_and_mark_what_does_not_fit():
             assert bool(match[1]) == (float(match[2]) > float(row[2])), row
 
 
+def test_plans_are_of_gpus_and_of_a_large_tpu_slice():
+    assert any(row[0].startswith("256 v5") for row in PLANNED)
+
+
 def test_parts_of_a_3b_policy_equal_the_doctors():
     (line,) = re.findall(r"^\| \*\*sum\*\*.*", TEXT, re.MULTILINE)
     shown = [float(number) for number in re.findall(r"[\d.]+", line)]
@@ -125,6 +132,97 @@ def test_sampler_row_is_the_largest_of_three(program, needed, expected):
     row = table_row(POINT, figures if needed else figures | {program: REFUSED}).split(" | ")
     assert row[:3] == ["| qwen2.5-3b", "16 v5e", "14.9"] and row[-1] == f"`{POINT}` |"
     assert row[8] == expected and row[5] == "3.0 in 1 s"
+
+
+FIGURES = {
+    "update": {"compile_s": 61.4, "arguments": 2.9, "results": 0.7, "needed": 9.0, "peak": 9.0},
+    "apply": {"compile_s": 2.0, "arguments": 2.9, "results": 2.2, "needed": 2.9, "peak": 2.9},
+    "log-probabilities": {"compile_s": 20.0, "arguments": 0.7, "results": 0.1, "needed": 3.0, "peak": 3.0},
+    "prefill": {"compile_s": 5.0, "arguments": 2.6, "results": 2.0, "needed": 3.5, "peak": 3.5},
+    "decode": {"compile_s": 4.0, "arguments": 2.6, "results": 2.0, "needed": 3.25, "peak": 3.25},
+}
+
+
+def cells(figures):
+    """Cells of the point's row, of which these programs are compiled."""
+    return [cell.strip() for cell in table_row(POINT, figures).strip("|").split("|")]
+
+
+def changed_figures(program, **figures):
+    return FIGURES | {program: FIGURES[program] | figures}
+
+
+def test_row_has_memory_and_seconds_of_every_program():
+    """16 GB are 14.9 GiB."""
+    row = cells(FIGURES)
+    assert row[:3] == ["qwen2.5-3b", "16 v5e", "14.9"]
+    assert row[3:8] == ["9.0 in 61 s", "2.9 in 2 s", "3.0 in 20 s", "3.5 in 5 s", "3.2 in 4 s"]
+    assert row[8] == "11.6"
+    assert row[-1] == f"`{POINT}`"
+
+
+def test_sampler_with_a_large_decode_holds_the_state_without_gradients():
+    assert cells(changed_figures("decode", needed=12.0))[8] == "14.2"
+
+
+def test_program_that_does_not_fit_is_marked_with_its_peak():
+    assert cells(changed_figures("update", needed=15.5, peak=12.0))[3] == "**15.5 (12.0) in 61 s**"
+
+
+def test_refused_program_is_named_in_its_cell():
+    row = cells(FIGURES | {"decode": REFUSED})
+    assert row[7] == row[8] == "refused"
+
+
+def test_program_that_is_not_compiled_has_an_empty_cell():
+    figures = {name: program for name, program in FIGURES.items() if name != "log-probabilities"}
+    assert cells(figures)[3:9] == ["9.0 in 61 s", "2.9 in 2 s", "", "3.5 in 5 s", "3.2 in 4 s", "11.6"]
+    del figures["decode"]
+    assert cells(figures)[6:9] == ["3.5 in 5 s", "", ""]
+
+
+def test_table_has_rows_of_compiled_points_only(tmp_path):
+    file_of(tmp_path, POINT).write_text(json.dumps(FIGURES))
+    lines = table(tmp_path, list(POINTS)).splitlines()
+    assert len(lines) == 3  # head, rule, the point
+    assert lines[-1] == table_row(POINT, FIGURES)
+
+
+def test_points_have_files_of_their_own(tmp_path):
+    assert len({file_of(tmp_path, point) for point in POINTS}) == len(POINTS)
+
+
+PROGRAMS = ("update", "apply")
+
+
+@pytest.mark.parametrize(
+    ("status", "written", "is_accepted"),
+    [
+        (0, PROGRAMS, True),
+        (1, PROGRAMS, True),  # programs that do not fit: their figures say so
+        (1, (), False),
+        (1, ("update",), False),
+        (-9, PROGRAMS, False),
+    ],
+)
+def test_failed_compilation_is_told_from_a_refusal_for_memory(
+    tmp_path, monkeypatch, status, written, is_accepted
+):
+    file = tmp_path / "point.json"
+    commands = []
+
+    def compile_programs(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, status, "", "ModuleNotFoundError: No module 'libtpu'")
+
+    monkeypatch.setattr(subprocess, "run", compile_programs)
+    if written:
+        file.write_text(json.dumps(dict.fromkeys(written, REFUSED)))
+    with nullcontext() if is_accepted else pytest.raises(SystemExit, match="libtpu"):
+        compile_point(POINT, PROGRAMS, file, {"tpu": tmp_path})
+    (command,) = commands
+    assert command[-5:] == ["--only", "update", "apply", "--json", str(file)]
+    assert POINT in " ".join(command)
 
 
 def test_only_memory_refusals_are_figures():
