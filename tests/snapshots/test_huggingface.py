@@ -201,6 +201,12 @@ def test_weights_that_lack_their_end_are_refused(tiny, folder):
         load_params(folder, tiny.policy, None)
 
 
+def test_folder_of_pickled_weights_says_how_to_convert_them(tiny, folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=f"^{folder}: only PyTorch .bin weights; convert them .*$"):
+        load_params(folder, tiny.policy, None)
+
+
 def test_weights_hash_depends_on_contents_only(tmp_path):
     """Tensors of three times what is read of each: a block at the beginning, the middle and the end."""
     count = 3 * HASHED_BLOCK // 2  # of two bytes
