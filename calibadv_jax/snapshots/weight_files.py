@@ -140,6 +140,11 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
+        if any(folder.glob("*.bin")):
+            raise UserError(
+                f"{folder}: only PyTorch .bin weights; convert them once with transformers:"
+                " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+            )
         raise UserError(
             f"{folder}: no {SINGLE} and no {INDEX}; give a HuggingFace folder with safetensors, as"
             " save_pretrained of transformers writes it"

@@ -144,12 +144,28 @@ def test_tiles_and_scores_of_a_few_rows_on_a_mesh(policy, params, expected, monk
     check(completions, expected)
 
 
+@pytest.mark.medium
+def test_scores_of_a_few_rows_at_a_time_change_nothing(policy, params, expected, monkeypatch):
+    heads, chunk, bytes_of_score = 4, 8, 4
+    three_rows = 3 * heads * chunk * bytes_of_score * LENGTH
+    monkeypatch.setattr(attention, "SCORE_BYTES", three_rows)
+    check(sample(policy, params, ALONE)[1], expected)
+
+
+@pytest.mark.medium
+def test_tiles_of_a_few_rows_with_whole_scores_on_a_mesh(policy, params, expected, monkeypatch):
+    monkeypatch.setitem(tiles.TILE_TOKENS, "cpu", 24)  # three rows of eight tokens
+    check(sample(policy, params, MeshConfig(1, 2, 2))[1], expected)
+
+
 @pytest.mark.parametrize(
     ("length", "halvings", "even_widths"),
     [
         (16384, [1024, 2048, 4096, 8192, 16384], [*range(2048, 16384, 2048), 16384]),
         (5000, [1250, 2500, 5000], [*range(640, 5000, 640), 5000]),
+        (320, [320], [64, 128, 192, 256, 320]),
         (100, [100], [64, 100]),
+        (40, [40], [40]),
     ],
 )
 def test_widths_of_windows(length, halvings, even_widths):

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampler_rig import EOS, CharTokenizer, learner_logprobs, make_sampler
-from tiny_policy import NARROW, WIDER, tiny
+from tiny_policy import NARROW, WIDER, row_logits, tiny
 
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.transformer import Policy
 from calibadv_jax.policy.weights import flatten
+from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +86,27 @@ async def test_seeds_are_read_whole(sampler):
     assert first == again != other
 
 
+async def test_seed_gives_the_same_tokens_in_a_full_batch(sampler):
+    async def tokens_of(prompt, seed, session):
+        completion = await sampler.generate(prompt, SamplingParams(20, 1.0, seed=seed), session)
+        sampler.release(session)
+        return completion.token_ids
+
+    alone = await tokens_of([1, 2, 3], 5, "alone")
+    others = [tokens_of([4, 5, seed], seed, f"other{seed}") for seed in range(3)]
+    *_, in_batch = await asyncio.gather(*others, tokens_of([1, 2, 3], 5, "in batch"))
+    assert in_batch == alone
+    assert await tokens_of([1, 2, 3], 6, "another seed") != alone
+
+
+async def test_greedy_token_is_the_argmax_of_the_learner(sampler, policy, params):
+    prompt = [1, 2, 3]
+    completion = await generated(sampler, prompt, 9, 0.0)
+    row = jnp.asarray([[*prompt, *completion.token_ids]], jnp.int32)
+    best = np.asarray(row_logits(policy, params, row)[0].argmax(-1))
+    assert completion.token_ids == best[len(prompt) - 1 : -1].tolist()
+
+
 def scripted(policy, script):
     """A policy whose next token is a fixed function of the last one."""
 
@@ -115,6 +137,43 @@ def test_token_that_holds_a_stop_string_stays_whole(policy, params):
     sampler = make_sampler(scripted(policy, dict(zip([3, *forced[:-1]], forced, strict=True))), params)
     done = asyncio.run(generated(sampler, [1, 3], 30, stop=("</j>",)))
     assert (done.token_ids, done.stop_reason) == (forced, "stop")
+
+
+@pytest.fixture
+def chunk_sizes(monkeypatch):
+    """Number of rows of every chunk that the embedded samplers decode."""
+    sizes = []
+    decode_chunk = JaxSampler._chunk
+
+    def noted(sampler, requests):
+        sizes.append(len(requests))
+        decode_chunk(sampler, requests)
+
+    monkeypatch.setattr(JaxSampler, "_chunk", noted)
+    return sizes
+
+
+@pytest.mark.medium
+def test_chunk_goes_on_after_tokens_that_end_nothing(policy, params, chunk_sizes):
+    """The text "y>ay>a…" holds the last letter of "ja", which none of its tokens can complete."""
+    first = CharTokenizer.pieces.index("y")
+    second = CharTokenizer.pieces.index(">a")
+    sampler = make_sampler(scripted(policy, {first: second, second: first}), params, decode_chunk=12)
+    completion = asyncio.run(generated(sampler, [1, first], 12, 0.0, stop=("ja",)))
+    assert len(completion.token_ids) == 12
+    assert chunk_sizes == [1]
+
+
+async def test_requests_that_come_one_after_another_begin_together(sampler, chunk_sizes):
+    async def late(number):
+        for _ in range(3 * number):
+            await asyncio.sleep(0)
+        await sampler.generate([1, 2, 3], SamplingParams(2, 0.0), f"late{number}")
+
+    await asyncio.gather(*map(late, range(4)))
+    for number in range(4):
+        sampler.release(f"late{number}")
+    assert chunk_sizes == [4]
 
 
 @pytest.mark.parametrize("part", ["find", "_chunk"])
@@ -216,6 +275,16 @@ async def test_slot_released_at_its_end_is_reused(sampler, monkeypatch):
     gone.cancel()
     sampler.release("next")
     assert len(done.token_ids) == 2
+
+
+async def test_refused_swap_leaves_the_completion_in_progress(sampler, params):
+    running = asyncio.create_task(generated(sampler, [1, 2], 8))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="weights cannot be swapped while completions are in progress"):
+        await sampler.load(8, params)
+    completion = await running
+    assert completion.token_ids
+    assert completion.policy_versions == (7,)
 
 
 async def test_released_session_does_not_block_a_swap(sampler, params, monkeypatch):

@@ -1,9 +1,11 @@
 """The rollout workers of a run: started side by side, each on its own devices, or found where they run."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from http_rig import replying
+from hosts_rig import free_port
+from http_rig import Handler, replying, serving
 from trainer_rig import make_config
 
 from calibadv_jax.config import SamplerConfig
@@ -73,11 +75,44 @@ def test_running_workers_are_used_and_missing_ones_named(events):
     assert line.startswith("vLLM worker http://127.0.0.1:9 is left out until it answers") and events == []
 
 
-def test_worker_that_announces_absence_is_waited_for(monkeypatch):
+def test_devices_of_the_trainer_are_seen_without_others(events):
+    with opened(workers=2):
+        pass
+    workers = [worker for method, worker in events if method == "start"]
+    assert [worker.environment for worker in workers] == [{}, {}]
+
+
+def test_worker_that_is_still_starting_is_waited_for(monkeypatch):
+    """At first nobody listens at its address."""
+    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
+    port = free_port()
+    lines = []
+
+    class Info(Handler):
+        def do_GET(self):
+            self.reply(*INFO)
+
+    with ExitStack() as stack:
+
+        def warn(line):
+            lines.append(line)
+            stack.enter_context(serving(Info, port))
+
+        url = f"http://127.0.0.1:{port}"
+        with opened(warn, urls=[url], patience=60.0) as urls:
+            assert urls == [url]
+    (line,) = lines
+    assert line.startswith(f"waiting up to 60 s for vLLM worker {url} (")
+    assert line.endswith("otherwise start it with scripts/launch_vllm_worker.sh or correct sampler.urls")
+
+
+@pytest.mark.parametrize("content", [INFO[1], {"error": "loading"}, b"<html>"], ids=repr)
+@pytest.mark.parametrize("statuses", [[500, 503], [503, 500]], ids=repr)
+def test_worker_that_announces_absence_is_waited_for(monkeypatch, content, statuses):
     """Whatever its reply holds."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.01)
     lines = []
-    replies = replying((503, INFO[1]), (500, b"<html>"), INFO)
+    replies = replying(*[(status, content) for status in statuses], INFO)
     with replies as (url, requests), opened(lines.append, urls=[url], patience=60.0) as urls:
         assert urls == [url] and len(requests) == 3
     (line,) = lines
@@ -89,7 +124,10 @@ def test_missing_or_foreign_worker_ends_the_run():
     with never, opened(urls=["http://127.0.0.1:9"], patience=0.3):
         pass
     lines = []
-    with replying((404, {})) as (url, _), pytest.raises(UserError, match=f"{url}: no /weight_info; start"):
+    with (
+        replying((404, {})) as (url, _),
+        pytest.raises(UserError, match=f"{url}: no /weight_info; start the worker"),
+    ):
         opened(lines.append, urls=[url], patience=600.0).__enter__()
     assert lines == []  # at once
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from calibadv_jax.sampler.prefixes import Prefixes
+from calibadv_jax.sampler.prefixes import Prefixes, common_prefix
 from calibadv_jax.sampler.tiles import MOST_TOKENS, TILE_TOKENS, Segment, TileShape
 
 WIDTH = 4
@@ -70,6 +70,22 @@ def test_whole_prefilled_segments_are_copied(slots):
     assert slots({1: [*start, 60, 61]})[0] == 16 and slots.cache[1] == alone([*start, 60, 61])
     assert slots({2: [*start, 50, 51, 52, 53, 54, 55, 56, 57]})[0] == 16
     assert slots({6: [1, 2, 3], 7: [1, 2, 3]}) == (0, 1)
+
+
+def test_decoded_tokens_are_never_copied(slots):
+    prompt = list(range(9))
+    slots({0: prompt})
+    decoded = [30, 31, 32, 33, 34, 35, 36]
+    slots.held[0].extend([prompt[-1], *decoded])  # as the sampler does after decoding
+    columns, _ = slots({1: [*prompt, *decoded, 40]})
+    assert columns == 8
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "count"), [([1, 2, 3], [1, 2, 4], 2), ([], [1], 0), ([1, 2], [1, 2, 3], 2)]
+)
+def test_common_prefix(left, right, count):
+    assert common_prefix(left, right) == count
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -52,6 +52,17 @@ def test_small_vocabulary_is_drawn_with_one_number():
     np.testing.assert_array_equal(tokens, (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1))
 
 
+@pytest.mark.medium
+def test_frequencies_follow_the_distribution():
+    probabilities = np.array([0.5, 0.25, 0.2, 0.05, 0.0])
+    count = 20_000
+    logits = jnp.log(jnp.asarray(probabilities, jnp.float32))[None].repeat(count, 0)
+    tokens, _ = sample_tokens(*arguments(logits), filtered=False)
+    frequencies = np.bincount(np.asarray(tokens), minlength=5) / count
+    np.testing.assert_allclose(frequencies, probabilities, atol=0.015)
+    assert frequencies[4] == 0
+
+
 def test_token_without_probability_is_never_drawn():
     """The cumulative sum of a token without weight may be larger than the sum before it, by rounding."""
     rng = np.random.default_rng(0)

@@ -63,6 +63,12 @@ def test_completion_ends_at_its_first_end(tokens, expected):
     assert without_stops == ((tokens.index(1) + 1, "eos") if 1 in tokens else None)
 
 
+def test_completion_without_stop_strings_ends_at_end_of_text_only():
+    assert RULE.find(letters("</search>"), ()) is None
+    rule = StopRule(PieceTokenizer(), PIECES.index("<im_end>"))
+    assert rule.find(ids("<eos>", "<im_end>"), ()) == (2, "eos")
+
+
 def test_missing_parts_of_stop_strings():
     assert RULE.remainders(letters("a </sea"), STOP) == ["rch>"]
     assert sorted(RULE.remainders(letters("a </"), STOP)) == ["answer>", "search>"]
@@ -75,6 +81,12 @@ def test_tokens_that_may_end_a_completion():
     ending = {piece for token, piece in enumerate(PIECES) if RULE.may_end(token, STOP)}
     assert ending == {"<eos>", "<im_end>", ">", ">\n", "</search>", "rch>x"}
     assert RULE.may_end(PIECES.index("\ufffd"), ("fin é",))  # a part of a character may complete it
+
+
+def test_part_of_a_character_may_end_only_where_it_completes_a_stop_string():
+    part = PIECES.index("\ufffd")
+    assert RULE.may_end(part, ("fin é",))
+    assert not RULE.may_end(part, STOP)
 
 
 def test_every_token_that_ends_may_end():

@@ -12,10 +12,11 @@ import pytest
 from packages import need
 from tiny_policy import row_logits
 from transformers import AutoTokenizer
-from vllm_rig import GREEDY, LLAMA, MAX_LENGTH, QWEN2, Rig, prompts, running
+from vllm_rig import GREEDY, LLAMA, MAX_LENGTH, QWEN2, Rig, gap_to_greedy, prompts, running
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import SamplingParams
+from calibadv_jax.snapshots.huggingface import save_folder
 
 need("vllm", "torch")
 pytestmark = pytest.mark.slow
@@ -71,6 +72,24 @@ def test_swaps_change_the_policy(request, name, tolerance, logit_slack):
     assert len(set(rig.run(swaps))) == 3, "the swaps changed nothing"
 
 
+@pytest.mark.parametrize(("name", "logit_slack"), [("pair", 1e-3), ("other", 0.5)])
+def test_greedy_tokens_after_swaps_are_those_of_transformers(request, tmp_path, name, logit_slack):
+    """Transformers has the weights that were exported; in bfloat16 a token may be a near tie of the best."""
+    rig = request.getfixturevalue(name)
+    prompt = prompts(1, 320)[0]
+
+    async def swaps(sampler):
+        for version in (4, 5, 6):
+            params = await rig.load(sampler, version)
+            completion = await sampler.generate(prompt, GREEDY, "s")
+            exported = save_folder(
+                params, rig.hf_config, tmp_path / "export", rig.dtype, rig.folder / "tokenizer"
+            )
+            assert gap_to_greedy(exported, prompt, completion.token_ids, rig.dtype) <= logit_slack
+
+    rig.run(swaps)
+
+
 def test_seeds_stops_and_reasons(pair):
     async def ask(sampler):
         await pair.load(sampler, 10)
@@ -98,7 +117,10 @@ def test_many_long_seeded_prompts_at_once(pair):
 
     async def ask(sampler):
         await pair.load(sampler, 15)
-        done = await asyncio.gather(*begin(sampler, prompts(48, 1000), SamplingParams(max_tokens=4, seed=7)))
+        tasks = []
+        for number, context in enumerate(prompts(48, 1000)):
+            tasks += begin(sampler, [context], SamplingParams(max_tokens=4, seed=number), f"s{number}-")
+        done = await asyncio.gather(*tasks)
         assert all(completion.token_ids for completion in done) and sampler.lost_count == 0
 
     pair.run(ask)
@@ -188,13 +210,17 @@ def test_swap_cuts_completions_in_progress(pair):
     pair.run(ask)
 
 
+def server_processes(worker):
+    """vLLM's server and its engine, newest first; not the launcher."""
+    return psutil.Process(worker.process.pid).children(recursive=True)[::-1]
+
+
 def test_killed_worker_loses_no_trajectory_and_returns(pair):
     """SIGKILL during a rollout: the others take over; its launcher restarts it, the sampler swaps it."""
 
     async def ask(sampler):
         await pair.load(sampler, 40)
-        # vLLM's server and its engine, newest first; not the launcher
-        processes = psutil.Process(pair.workers[1].process.pid).children(recursive=True)[::-1]
+        processes = server_processes(pair.workers[1])
         for process in processes:
             process.suspend()  # so that nothing of it can be complete before it is killed
         tasks = begin(sampler, prompts(32, 40), GREEDY)
@@ -216,3 +242,50 @@ def test_killed_worker_loses_no_trajectory_and_returns(pair):
         assert all(completion.policy_versions == (41,) for completion in done)
 
     pair.run(ask)
+
+
+def test_slow_worker_holds_up_its_own_completions_only(pair):
+    """It stands still: new trajectories go to the other, and its own are finished, not lost or relabelled."""
+
+    async def ask(sampler):
+        await pair.load(sampler, 45)
+        slow = sampler.workers[1]
+        processes = server_processes(pair.workers[1])
+        contexts = prompts(48, 40)
+        for process in processes:
+            process.suspend()
+        try:
+            first = begin(sampler, contexts, GREEDY, "a")
+            while sum(task.done() for task in first) < 24:
+                await asyncio.sleep(0.05)
+            for burst in "bcd":
+                await asyncio.gather(*begin(sampler, contexts[:20], GREEDY, burst))
+            unfinished = sum(not task.done() for task in first)
+            assert slow.busy == unfinished == 24
+        finally:
+            for process in processes:
+                process.resume()
+        done = await asyncio.gather(*first)
+        assert all(completion.policy_versions == (45,) for completion in done)
+        assert sampler.lost_count == 0
+
+    pair.run(ask)
+
+
+def test_worker_with_foreign_weights_is_brought_back(other):
+    """Another run swaps the worker meanwhile: its label gives it away, and its replies are discarded."""
+    prompt = prompts(1, 20)[0]
+
+    async def ask(sampler):
+        await other.load(sampler, 50)
+        before = await sampler.generate(prompt, GREEDY, "a")
+        intruder = other.sampler()
+        await other.load(intruder, 51)
+        await intruder.close()
+        other.publish(50, other.params(50))
+        again = await sampler.generate(prompt, GREEDY, "b")
+        assert again.token_ids == before.token_ids
+        assert again.policy_versions == (50,)
+        assert sampler.lost_count == 1
+
+    other.run(ask)

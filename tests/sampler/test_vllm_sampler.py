@@ -128,6 +128,15 @@ async def test_failed_completion_raises_and_is_not_busy(tmp_path, status, messag
         assert sampler.workers[0].busy == 0
 
 
+async def test_nan_from_every_worker_fails_the_completion(tmp_path):
+    server = Server()
+    server.changes = {"logprobs": {"content": [{"logprob": math.nan}] * len(SCRIPT)}}
+    async with sampling(tmp_path, server) as sampler:
+        with pytest.raises(RequestFailed, match=f"{LOST}log-probability nan"):
+            await sampler.generate(PROMPT, SAMPLING, "s")
+        assert len(server.requests) == vllm_sampler.MAX_LOSSES
+
+
 async def test_empty_replies_lose_the_worker(tmp_path):
     """It says that a swap has cut every completion, as a paused server does; a few such replies are borne."""
     few = [0] * (vllm_sampler.MAX_EMPTY - 1)
@@ -238,6 +247,28 @@ async def test_lost_worker_gives_its_sessions_to_others(tmp_path, no_return):
         assert (len(home.requests), len(other.requests), sampler.lost_count) == (2, 4, 1)
 
 
+async def test_dead_worker_is_asked_once_more_only(tmp_path, no_return):
+    home, other = Server(), Server()
+    async with sampling(tmp_path, home, other) as sampler:
+        await sampler.generate(PROMPT, SAMPLING, "s")
+        home.reply = DEAD
+        for _ in range(4):
+            assert (await sampler.generate(PROMPT, SAMPLING, "s")).token_ids == SCRIPT
+        assert len(home.requests) == 2
+        assert len(other.requests) == 4
+        assert sampler.lost_count == 1
+
+
+async def test_missing_workers_are_named_with_advice(tmp_path):
+    sampler = sampler_of(NOBODY, patience=0.2)
+    message = (
+        r"no vLLM worker for 0.2 s \(http://127.0.0.1:9: .*\); start one with scripts/launch_vllm_worker.sh"
+    )
+    with pytest.raises(RequestFailed, match=message):
+        await sampler.load(3, tmp_path / "v000003")
+    await sampler.close()
+
+
 async def test_worker_that_refuses_a_snapshot_serves_on(tmp_path):
     """Else it would stay paused, for whoever comes next too. So would another one that is slower."""
     server, slower = Server(), Server()
@@ -337,6 +368,25 @@ async def test_server_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
         assert (await task).token_ids == SCRIPT and sampler.lost_count == 0
 
 
+async def test_long_load_of_a_living_server_is_waited_for(tmp_path, monkeypatch):
+    """Its health is asked for several times meanwhile."""
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.02)
+    asked = []
+    ask_alive = vllm_sampler.ask_alive
+
+    async def noted(http, url):
+        asked.append(url)
+        await ask_alive(http, url)
+
+    monkeypatch.setattr(vllm_sampler, "ask_alive", noted)
+    server = Server()
+    server.delays = {"/update_weights": 0.2}
+    async with sampling(tmp_path, server) as sampler:
+        assert sampler.workers[0].version == 3
+        assert sampler.lost_count == 0
+        assert len(asked) > 1
+
+
 async def test_stopped_server_does_not_hold_up_a_swap(tmp_path, monkeypatch):
     """After SIGSTOP the system still takes its connections; a request may take half an hour."""
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.05)
@@ -396,25 +446,37 @@ def test_good_reply_is_read():
     "changes",
     [
         values(-0.5, math.nan),
+        values(-0.5, math.inf),
+        values(-math.inf, -0.5),
         values(0.1, -0.5),
         values(-9999.0, -0.5),  # vLLM's minus infinity
         values(-0.5, None),
         values(-0.5, "high"),
         values(-0.5, -(10**400)),
         values(-0.5),
+        values(-0.5, -0.5, -0.5),
+        {"logprobs": None},
         {"logprobs": [-0.5, -0.5]},
         {"token_ids": [5, 6, 7], **values(-1.0, -1.0, -1.0)},  # more than were asked for
         {"token_ids": [5, -1]},
         {"token_ids": [5, VOCABULARY]},
         {"token_ids": [5, 6.0]},
+        {"token_ids": [5, True]},
+        {"token_ids": ["5", 6]},
         {"weight_versions": None},
         {"weight_versions": [3]},
         {"finish_reason": "tired"},
-        {"token_ids": [], "logprobs": None},
-        *(None, {"choices": []}, {"choices": [None]}, {"choices": 3}),
+        {"token_ids": [], "logprobs": None},  # at the limit
+        {"token_ids": [], "logprobs": None, "finish_reason": "stop"},
+        *(None, [], {"choices": []}, {"choices": [None]}, {"choices": [[]]}, {"choices": 3}),
     ],
     ids=str,
 )
 def test_bad_reply_is_refused(changes):
     with pytest.raises(ValueError, match="."):
         read(changes)
+
+
+def test_reply_without_fields_is_refused():
+    with pytest.raises(ValueError, match="choices"):
+        read_completion({}, int, 2, VOCABULARY)

@@ -144,6 +144,30 @@ def test_launcher_ends_with_its_last_start(launch, tmp_path, acts, status, probl
 
 
 @pytest.mark.medium
+def test_failed_first_start_points_to_the_output(launch, tmp_path):
+    process, _ = launch("ends", "serves")
+    assert process.wait(60) == 75
+    assert process.stderr.read() == "error: vLLM's server ended with status 7; its output is above\n"
+    assert not (tmp_path / "port").exists()
+
+
+@pytest.mark.medium
+def test_restarts_that_are_left_are_counted(launch):
+    process, _ = launch("dies", "hangs up", "ends", restarts=3)
+    assert process.wait(60) == 1
+    lines = process.stderr.read().splitlines()
+    assert [line.partition(";")[0] for line in lines] == [
+        "error: vLLM's server ended with status 9",
+        "error: vLLM's server did not answer the warm-up (RemoteProtocolError)",
+        "error: vLLM's server ended with status 7",
+        "error: vLLM's server ended with status 7",
+    ]
+    for left, line in zip((2, 1, 0), lines[:3], strict=True):
+        assert line.endswith(f"; starting it again ({left} restarts left after this one)")
+    assert "restart" not in lines[3]
+
+
+@pytest.mark.medium
 def test_launcher_leaves_with_its_parent_before_the_server_is_ready(launch, tmp_path):
     process, _ = launch("serves", more=["--parent_pid=-1"])  # no process has it
     assert process.wait(60) == 0 and not (tmp_path / "port").exists()
@@ -197,6 +221,14 @@ def test_options_reach_the_server():
     assert not {"--enforce-eager", "VLLM_CPU_KVCACHE_SPACE"} & {*words, *environment}
 
 
+def test_share_of_the_gpu_memory_is_that_of_the_option():
+    words, environment = command("--flavour", "gpu", "--gpu_memory_utilization", "0.5")
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.5"
+    assert "--enforce-eager" not in words
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+    assert "--gpu-memory-utilization" not in command("--flavour", "tpu")[0]
+
+
 @pytest.mark.parametrize(
     ("package", "version", "flavour"),
     [
@@ -230,5 +262,10 @@ def test_cpu_prefills_a_prompt_in_one_part(length, whole, monkeypatch):
     assert words[-2:] == ["--max-num-batched-tokens", whole]
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    monkeypatch.setenv("OMP_NUM_THREADS", "17")  # the user's own wins
-    assert command(*arguments)[1]["OMP_NUM_THREADS"] == "17"
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"])
+def test_variable_of_the_user_wins_on_the_cpu(name, monkeypatch):
+    monkeypatch.setenv(name, "17")
+    _, environment = command("--flavour", "cpu", "--max_model_len", "512")
+    assert environment[name] == "17"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ class Rig:
     dtype: str = "float32"
     num_workers: int = 1
     tokenizer_hash: str = "a tokenizer"
+    tokenizer: Any = field(default_factory=build_word_tokenizer)
 
     def __post_init__(self) -> None:
-        self.tokenizer = build_word_tokenizer()
         self.policy = tiny(self.hf_config, compute_dtype=jnp.dtype(self.dtype))
         self.store = SnapshotStore(self.folder / "snapshots", keep=20, dtype=jnp.dtype(self.dtype))
         self.tokenizer.save_pretrained(self.folder / "tokenizer")
@@ -79,12 +79,17 @@ class Rig:
         await sampler.load(version, self.publish(version, params))
         return params
 
+    def sampler(self) -> VllmSampler:
+        """Return a sampler over the workers, which another sampler may use already."""
+        urls = [worker.url for worker in self.workers]
+        stops = StopRule(self.tokenizer, EOS)
+        return VllmSampler(urls, SamplerConfig(), stops, self.tokenizer_hash)
+
     def run(self, coroutine_of: Any) -> Any:
         """Run ``coroutine_of(sampler)``, for five minutes at most, and close the sampler."""
 
         async def run() -> Any:
-            urls, stops = [worker.url for worker in self.workers], StopRule(self.tokenizer, EOS)
-            sampler = VllmSampler(urls, SamplerConfig(), stops, self.tokenizer_hash)
+            sampler = self.sampler()
             try:
                 return await asyncio.wait_for(coroutine_of(sampler), 300)
             finally:
@@ -108,3 +113,15 @@ def running(rig: Rig) -> Iterator[Rig]:
 def prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Random token ids, end-of-text and padding apart."""
     return np.random.default_rng(seed).integers(11, 398, (count, length)).tolist()
+
+
+def gap_to_greedy(folder: Path, prompt: list[int], tokens: list[int], dtype: str) -> float:
+    """Return how far the logits of a continuation lie below the best ones, by transformers; 0 if greedy."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits[range(len(tokens)), tokens]
+    return float((logits.max(-1).values - chosen).max())

@@ -16,6 +16,7 @@ from tiny_policy import mesh_of
 
 from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.policy.sharding import placed_params
+from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots import checkpoint
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params, saved_steps
 
@@ -132,6 +133,20 @@ def test_new_process_sees_newest_complete_checkpoints(tiny, store, state, tmp_pa
     again.close()
 
 
+def test_only_a_complete_step_is_a_checkpoint(tmp_path):
+    assert saved_steps(tmp_path / "absent") == []
+    assert saved_steps(tmp_path) == []
+    (tmp_path / "3.orbax-checkpoint-tmp-0").mkdir()
+    assert saved_steps(tmp_path) == []
+    (tmp_path / "3").mkdir()
+    assert saved_steps(tmp_path) == [3]
+
+
+def test_saved_step_is_the_latest(store, state):
+    store.save(3, state, {})
+    assert store.latest_step() == 3
+
+
 def test_earlier_step_or_invalid_extra_is_refused(store, state):
     """Before anything is written."""
     with pytest.raises(TypeError):
@@ -196,6 +211,27 @@ def test_errors_of_other_tensors_are_hidden(tiny, store, state, caplog, monkeypa
     assert reported == ["something else"]
 
 
+def abandoned_read():
+    """A read as Orbax does it, which answers even the end of its generator with an error."""
+    try:
+        yield
+    except BaseException as error:
+        raise Exception("Encountered error while reading array index: (slice(0, 2, 1),)") from error
+
+
+def test_reports_of_abandoned_reads_are_hidden(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(str(report.exc_value)))
+    checkpoint._hide_late_errors.__wrapped__()
+    read = abandoned_read()
+    next(read)
+    del read
+    gc.collect()
+    for message in ("Event loop is closed", "something else"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
+    assert reported == ["something else"]
+
+
 def test_parameters_alone_are_restored_in_other_precision(tiny, store, state, tmp_path):
     """What export reads: neither the optimizer nor its state is known."""
     store.save(4, state, {})
@@ -212,6 +248,13 @@ def test_parameters_alone_are_restored_in_other_precision(tiny, store, state, tm
         with pytest.raises(UserError, match=message):
             restore_params(folder, target, step)
     assert not (tmp_path / "absent").exists()
+
+
+def test_tree_of_parameters_does_not_depend_on_numerics(tiny):
+    """The same checkpoint serves any way of computing."""
+    numerics = Numerics(jnp.bfloat16, jnp.bfloat16, remat="full", kernel="splash", attention_chunk=8)
+    other = Policy(tiny.policy.architecture, numerics)
+    assert jax.tree.structure(other.abstract_params) == jax.tree.structure(tiny.policy.abstract_params)
 
 
 def test_other_errors_are_no_damage():

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 import yaml
 from config_rig import changed
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import Config, ExportConfig, RunConfig, dump_config, load_config
+from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy
@@ -111,7 +112,14 @@ def test_card_describes_training_and_prompt(run, tmp_path, monkeypatch):
     export(first)
     front, text = card_of(tmp_path / "hf")
     assert "then `<search>…</search>` or another" in text
-    assert front["base_model"] == "Qwen/Qwen2.5-3B"
+    assert front == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["calibadv", "search-agent", "reinforcement-learning"],
+        "base_model": "Qwen/Qwen2.5-3B",
+    }
+    assert "\n# run\n" in text
+    assert "Not evaluated." in text
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE))
     assert (rows["step"], rows["began with"], rows["algorithm"]) == ("1", "Qwen2.5-3B", "calibadv")
     assert rows["training questions"] == "questions.jsonl, more.jsonl"
@@ -157,10 +165,37 @@ def test_card_names_the_variable_of_a_key(run, tmp_path, monkeypatch):
         (tmp_path / f"run/configs/{number}.yaml").write_text(dump_config(replace(config, tools=tools)))
 
 
+def test_export_has_the_tokenizer_and_its_chat_template(run, tmp_path):
+    config, _ = run
+    tokenizer = build_word_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "run/policy")
+    export(config)
+    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert exported.get_vocab() == tokenizer.get_vocab()
+    assert exported.apply_chat_template([{"content": "who"}], tokenize=False) == "[who]"
+
+
+def test_export_of_many_files_has_an_index(tiny, run, tmp_path):
+    config, params = run
+    export(changed(config, export={"max_shard_gib": 4000 / 2**30}))
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    names = set(index["weight_map"].values())
+    assert len(names) > 1
+    assert names == {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
+    assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), params[2])
+
+
 def test_export_samples_as_in_training(tiny, run, tmp_path):
     """The first policy's temperature and penalties are not those of the training; its tokens are."""
     config, _ = run
-    former = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "pad_token_id": 3}
+    former = {
+        "temperature": 0.7,
+        "top_k": 20,
+        "repetition_penalty": 1.05,
+        "pad_token_id": 3,
+        "eos_token_id": 1,
+    }
     (tmp_path / "run/policy/config.json").write_text(json.dumps(tiny.config | {"pad_token_id": 7}))
     (tmp_path / "run/policy/generation_config.json").write_text(json.dumps(former))
     export(changed(config, rollout={"temperature": 0.9, "top_p": 0.95}))

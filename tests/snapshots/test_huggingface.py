@@ -7,12 +7,15 @@ from dataclasses import replace
 from importlib.metadata import version
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_policy import mesh_of
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.policy.weights import to_hf
 from calibadv_jax.snapshots.huggingface import (
@@ -60,6 +63,31 @@ def test_fields_with_differing_defaults_are_written(tmp_path):
     save_folder(zeros, both, tmp_path / "other", "bfloat16", None)
     assert read_hf_config(tmp_path / "other")["transformers_version"] == "4.43.1"
     assert read_hf_config(tmp_path / "other")["rope_theta"] == architecture_from_hf(both).rope_theta == 3e4
+
+
+def test_bfloat16_is_stored_rounded_and_loaded_in_other_precision(tiny, tmp_path):
+    folder = save_folder(tiny.params, tiny.config, tmp_path / "half", "bfloat16", None)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
+    half = Policy(tiny.policy.architecture, Numerics(param_dtype=jnp.bfloat16))
+    assert tiny.same(load_params(folder, half, None), rounded)
+    widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)
+    assert tiny.same(load_params(folder, tiny.policy, None), widened)
+
+
+def test_parameters_are_loaded_into_their_shardings(tiny, folder):
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    params = load_params(folder, tiny.policy, mesh)
+    shardings = param_shardings(tiny.policy.abstract_params, mesh)
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == shardings
+    assert tiny.same(jax.device_get(params), jax.device_get(tiny.params))
+
+
+def test_failed_export_leaves_the_old_one_and_nothing_else(tiny, folder):
+    """A parameter of no known name stops it half-way."""
+    with pytest.raises(KeyError):
+        save_folder(tiny.params | {"foreign": tiny.params["embed"]}, tiny.config, folder, "float32", None)
+    assert tiny.same(load_params(folder, tiny.policy, None), tiny.params)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["hf", "tokenizer"]
 
 
 def test_only_an_export_is_replaced_by_a_whole_one(tiny, folder):
@@ -164,6 +192,19 @@ def test_unusable_file_is_one_line(tiny, folder, name, content, words):
         read_hf_config(folder)
         load_params(folder, tiny.policy, None)
     assert words in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_lack_their_end_are_refused(tiny, folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match=f"^{path}: not a full safetensors file .*; copy it again$"):
+        load_params(folder, tiny.policy, None)
+
+
+def test_folder_of_pickled_weights_says_how_to_convert_them(tiny, folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=f"^{folder}: only PyTorch .bin weights; convert them .*$"):
+        load_params(folder, tiny.policy, None)
 
 
 def test_weights_hash_depends_on_contents_only(tmp_path):

@@ -176,6 +176,30 @@ def test_store_that_is_away_stops_nothing(tmp_path, monkeypatch, capsys):
     assert steps_at(store)[-1] == 8 and is_whole(store)
 
 
+def test_broken_off_copy_is_not_seen_and_made_again(tmp_path, copied, monkeypatch):
+    """All objects of the checkpoint are there but the last; the marker still names the checkpoint before."""
+    config = config_at(tmp_path / "a", copied, learner={"steps": 4})
+    put = DirFileSystem.put
+    num_objects = len(list((copied / OBJECTS).iterdir()))
+
+    def put_all_but_the_last(self, files, objects, **options):
+        put(self, files[:-1], objects[:-1], **options)
+        raise OSError("the network is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirFileSystem, "put", put_all_but_the_last)
+        patch.setattr(mirror_module, "PATIENCE", 1.0)
+        start(config)
+    assert steps_at(copied) == [2]
+    assert len(list((copied / OBJECTS).iterdir())) > num_objects
+    assert checkpoints(tmp_path / "a") == [2, 4]
+    assert opened(tmp_path / "b", copied).fetch()
+    assert checkpoints(tmp_path / "b") == [2]
+    start(config)  # the first machine comes back with the newer step
+    assert steps_at(copied) == [2, 4]
+    assert is_whole(copied)
+
+
 def test_lost_answer_is_no_takeover(tmp_path, monkeypatch):
     """The store has created the marker's version, but the connection broke before it said so."""
     store, lost = tmp_path / "store", []
@@ -276,6 +300,30 @@ def test_next_start_replaces_what_has_changed(tmp_path):
     for path, (name, _, _) in marker(store)["files"].items():
         assert (store / OBJECTS / name).read_bytes() == (folder / path).read_bytes()
         assert not path.startswith("checkpoints/") or name not in before
+
+
+def test_step_that_is_saved_again_is_copied_again(tmp_path, copied):
+    """As after a rollback within a start: the number is the same, the checkpoint is not."""
+    folder = tmp_path / "a"
+
+    def objects_of_step():
+        files = marker(copied)["files"]
+        return {name for path, (name, _, _) in files.items() if path.startswith("checkpoints/2/")}
+
+    before = objects_of_step()
+    mirror = opened(folder, copied)
+    mirror.fetch(claim=True)
+    with mirror:
+        until(lambda: not mirror._pins)
+        assert objects_of_step() == before  # nothing had changed
+        shutil.rmtree(folder / "checkpoints/2")
+        save_step(config_at(folder, "", learner={"steps": 2}, run={"seed": 1}), 2)
+        mirror.put(2)
+    assert steps_at(copied) == [2]
+    assert not objects_of_step() & before
+    assert is_whole(copied)
+    for path, (name, _, _) in marker(copied)["files"].items():
+        assert (copied / OBJECTS / name).read_bytes() == (folder / path).read_bytes()
 
 
 def test_rollback_drops_an_upload_in_progress(tmp_path, monkeypatch):
@@ -471,8 +519,43 @@ def test_folder_within_the_other_is_refused(tmp_path, name):
     """The copy would hold copies of itself."""
     with pytest.raises(UserError, match="one is inside the other; choose a folder elsewhere"):
         opened(tmp_path / "a", tmp_path / "a" / name)
-    with pytest.raises(ValueError, match="run.mirror"):  # a store is no folder of a run
+
+
+def test_store_as_folder_of_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"s3://a/b is not a folder .*; set run\.mirror to it"):
         make_config(tmp_path, run={"dir": "s3://a/b"})
+
+
+def test_missing_bucket_is_named_before_the_run_begins(tmp_path, s3):
+    mirror = opened(tmp_path / "a", "s3://other/run")
+    assert not mirror.fetch()
+    with pytest.raises(UserError, match=r"^run\.mirror=s3://other/run cannot be used \(.*bucket.*\); check"):
+        mirror.fetch(claim=True)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_run_with_another_config_is_refused_and_nothing_is_changed(tmp_path, copied, steps):
+    """It has no checkpoint yet, or is further than the run in the store."""
+    folder = tmp_path / "b"
+    add_start(folder, "run: {seed: 7}\n", {})
+    if steps:
+        save_step(config_at(folder, ""), steps)
+    mirror = opened(folder, copied)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"run\.mirror=.*store holds another run than run\.dir=.*b;"):
+        mirror.fetch(claim=True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_object_that_is_cut_off_in_the_store_is_refused(tmp_path, copied):
+    files = marker(copied)["files"]
+    of_step = {path: name for path, (name, _, _) in files.items() if path.startswith("checkpoints/2/")}
+    largest = max(of_step, key=lambda path: files[path][1])
+    stored = copied / OBJECTS / of_step[largest]
+    stored.write_bytes(stored.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{re.escape(largest)}.* not as long as its marker says"):
+        opened(tmp_path / "b", copied).fetch()
+    assert checkpoints(tmp_path / "b") == []
 
 
 def test_store_that_holds_no_run_is_refused(tmp_path, copied):
@@ -562,3 +645,23 @@ def test_full_disk_leaves_the_copy_whole(tmp_path, small_disk):
     assert steps_at(store) == [2]
     ballast.unlink()
     mirror.fetch(claim=True)
+
+
+def test_copy_goes_on_when_the_disk_has_room_again(tmp_path, small_disk):
+    store, folder = small_disk / "store", tmp_path / "a"
+    config, ballast = config_at(folder, store, learner={"steps": 2}), small_disk / "ballast"
+    start(config)
+    mirror = open_mirror(config, QUIET)
+    mirror.fetch(claim=True)
+    with mirror:
+        until(lambda: not mirror._pins)
+        ballast.write_bytes(b"x" * max(0, shutil.disk_usage(small_disk).free - 8192))
+        (folder / "larger").write_bytes(b"y" * 65536)
+        mirror.put(2)
+        until(lambda: mirror._failure)
+        assert "No space left" in mirror._failure
+        assert steps_at(store) == [2]
+        ballast.unlink()
+    object_name, size, _ = marker(store)["files"]["larger"]
+    assert size == 65536
+    assert (store / OBJECTS / object_name).read_bytes() == b"y" * 65536

@@ -14,11 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from config_rig import changed
 from real_rig import real_model
 from safetensors.numpy import load_file
-from tiny_policy import LLAMA3
+from tiny_policy import LLAMA3, row_logits
 
 from calibadv_jax.config import MeshConfig, load_config
+from calibadv_jax.contrib.cli import doctor
+from calibadv_jax.contrib.planning.memory import estimate_memory
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.learner.learner import Learner, LearnerOptions
+from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
@@ -129,6 +135,41 @@ def test_exported_fields_and_tensors_are_the_published(upstream, exported):
 
 
 @pytest.mark.medium
+def test_logits_equal_those_of_transformers(upstream, exported):
+    """At 100 tokens: LLAMA3 scales the rotary embeddings of a policy that was made for 64."""
+    import torch
+
+    model, _ = upstream
+    policy, params, _ = exported
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 100)).astype(np.int32)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(row_logits(policy, params, tokens), expected, atol=1e-4)
+
+
+def test_published_weights_lie_in_several_files(name, upstream):
+    _, folder = upstream
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert ("lm_head.weight" in places) == (name in ("qwen2.5-7b", "llama-untied"))
+    assert any(tensor.endswith("q_proj.bias") for tensor in places) == name.startswith("qwen2.5")
+
+
+@pytest.mark.medium
+def test_loaded_weights_equal_the_original(upstream, exported):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, _ = upstream
+    _, _, output = exported
+    loaded = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    expected = model.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
+
+
+@pytest.mark.medium
 def test_transformers_logits_equal_the_original(name, upstream, exported):
     import torch
     from transformers import AutoModelForCausalLM
@@ -187,6 +228,47 @@ def test_whole_model_has_the_published_tensors(name):
     scaling = RopeScaling(32.0, 1.0, 4.0, 8192) if name.startswith("llama") else None
     assert architecture.rope_scaling == scaling
     assert architecture.rope_theta == (5e5 if scaling else 1e6)
+
+
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_doctor_counts_the_memory_of_folder_and_config_alike(name, tmp_path, capsys):
+    path = ROOT / f"configs/paper/{name}.yaml"
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+
+    def policy_lines(*overrides):
+        with suppress(UserError):  # the data of the config is not here
+            doctor.run(load_config(path, overrides), offline=True)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("ok   policy")]
+
+    of_config = policy_lines()
+    assert of_config
+    assert policy_lines(f"policy.path={tmp_path}", "policy.init.num_hidden_layers=1") == of_config
+    assert policy_lines("policy.init.num_hidden_layers=1") != of_config
+
+
+def bytes_on_a_device(tree):
+    """Bytes that each device holds of abstract arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.shape]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize("name", PUBLISHED, indirect=True)
+def test_memory_estimate_equals_the_placement_of_the_whole_model(name):
+    """Against the shapes and shardings of the learner's own state, without its memory."""
+    config = load_config(ROOT / f"configs/paper/{name}.yaml")
+    architecture = architecture_from_hf(PUBLISHED[name])
+    policy, mesh = Policy(architecture, Numerics.from_config(config.policy)), make_mesh(config.mesh)
+    optimizer = config.learner.optimizer
+    rule = make_optimizer(optimizer, make_schedule(optimizer, 10))
+    state = Learner(policy, rule, mesh, LearnerOptions(config.learner.microbatch_rows)).abstract_state
+    params = bytes_on_a_device(state["params"])
+    moments = bytes_on_a_device(state) - params
+
+    estimate = estimate_memory(config, architecture, mesh.shape)
+    assert estimate["parameters"] == pytest.approx(params, rel=2e-3)
+    assert estimate["optimizer"] == pytest.approx(moments, rel=2e-3)
+    half = changed(config, policy={"param_dtype": "bfloat16"})
+    assert estimate_memory(half, architecture, mesh.shape)["parameters"] == estimate["parameters"] / 2
 
 
 def continued(model, prompts):

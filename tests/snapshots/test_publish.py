@@ -14,7 +14,7 @@ from tiny_policy import mesh_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.sharding import param_shardings
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.policy.weights import unflatten
+from calibadv_jax.policy.weights import flatten, unflatten
 from calibadv_jax.snapshots import publish as publish_module
 from calibadv_jax.snapshots.checkpoint import tensor_shapes
 from calibadv_jax.snapshots.publish import SnapshotStore, load_snapshot, read_manifest, read_tensors
@@ -43,6 +43,12 @@ def test_manifest_describes_the_files(tiny, tmp_path):
     assert (folder / "params/layers.attn.q.kernel/0.0.0").read_bytes() == content
     embedding = np.asarray(tiny.params["embed"]["embedding"].astype(jnp.bfloat16))
     assert (folder / "params/embed.embedding/0.0").read_bytes() == embedding.tobytes()
+
+
+def test_manifest_has_a_hash_of_every_tensor(tiny, store):
+    tensors = read_manifest(publish(store, tiny, 0))["tensors"]
+    assert tensors.keys() == flatten(tiny.params).keys()
+    assert all(len(entry["sha256"]) == 64 for entry in tensors.values())
 
 
 def test_orbax_reads_snapshots_without_warning(tiny, store, caplog):
@@ -92,8 +98,12 @@ def test_snapshot_of_another_policy_is_refused(tiny, store):
     folder = publish(store, tiny, 0)
     with pytest.raises(UserError, match=r"snapshot of another policy; 3 tensor\(s\) do not fit: ") as caught:
         load_snapshot(folder, tiny.other, None)
-    for name in ("gate", "up", "down"):
-        assert f"layers.mlp.{name}.kernel has shape" in str(caught.value)
+    for name, shape, expected in (
+        ("gate", "[2, 16, 24]", "[2, 16, 32]"),
+        ("up", "[2, 16, 24]", "[2, 16, 32]"),
+        ("down", "[2, 24, 16]", "[2, 32, 16]"),
+    ):
+        assert f"layers.mlp.{name}.kernel has shape {shape} instead of {expected}" in str(caught.value)
 
 
 def flip_last_bit(file):
@@ -127,6 +137,35 @@ def test_damaged_snapshot_is_refused(tiny, store, words):
         with pytest.raises(UserError, match=words) as caught:
             read(folder)
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("difference", [1, -1])
+def test_length_of_a_damaged_file_is_named(tiny, store, difference):
+    folder = publish(store, tiny, 0)
+    file = folder / "params/layers.mlp.up.kernel/0.0.0"
+    content = file.read_bytes()
+    file.write_bytes((content + b"0")[: len(content) + difference])
+    words = f"layers.mlp.up.kernel has {len(content) + difference} bytes instead of {len(content)}"
+    with pytest.raises(UserError, match=f"damaged snapshot, publish it again; {words}"):
+        read_tensors(folder)
+
+
+def test_missing_file_is_named(tiny, store):
+    folder = publish(store, tiny, 0)
+    (folder / "params/layers.mlp.up.kernel/0.0.0").unlink()
+    for read in (read_tensors, lambda folder: load_snapshot(folder, tiny.policy, None)):
+        with pytest.raises(UserError, match="publish it again; layers.mlp.up.kernel is missing") as caught:
+            read(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_hash_that_differs_from_the_manifest_is_found(tiny, store):
+    folder = publish(store, tiny, 0)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tensors"]["embed.embedding"]["sha256"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="damaged snapshot, publish it again; embed.embedding differ"):
+        load_snapshot(folder, tiny.policy, None)
 
 
 def test_read_tensors_outlive_their_snapshot(tiny, store):
