@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.credit import answer_turn_sums, last_sampled_turn
+from calibadv_jax.advantages.credit import answer_turn_sums, last_sampled_turn, positive_negative_sums
 from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
 from calibadv_jax.config import AdvantageConfig
 
@@ -120,3 +120,57 @@ def test_order_of_groups_and_members_is_irrelevant(build, step, config, variant,
     for group, advantages in zip(shuffled, result.advantages, strict=True):
         for trajectory, values in zip(group.trajectories, advantages, strict=True):
             np.testing.assert_array_equal(values, reference[group.question.id, trajectory.index])
+
+
+@EXAMPLES
+@hypothesis.given(step=STEPS, config=CONFIGS)
+def test_uncalibrated_calibadv_equals_its_base(build, step, config):
+    groups = build_step(build, step)
+    uncalibrated = dataclasses.replace(config, soft_penalty=False, rebalance=False)
+    advantages = compute_advantages(groups, uncalibrated).advantages
+    expected = compute_advantages(groups, dataclasses.replace(config, name=config.base)).advantages
+    for group, base_group in zip(advantages, expected, strict=True):
+        for values, base_values in zip(group, base_group, strict=True):
+            np.testing.assert_array_equal(values, base_values)
+
+
+@EXAMPLES
+@hypothesis.given(step=STEPS, config=CONFIGS)
+def test_soft_penalty_and_rebalance_change_different_turns(build, step, config):
+    """So neither needs to know whether the other has run before it."""
+    groups = build_step(build, step)
+
+    def credits(soft_penalty, rebalance):
+        switched = dataclasses.replace(config, soft_penalty=soft_penalty, rebalance=rebalance)
+        return compute_advantages(groups, switched).credits
+
+    steps = zip(credits(True, True), credits(True, False), credits(False, True), strict=True)
+    for both, softened, rebalanced in steps:
+        for index, trajectory in enumerate(both.group.trajectories):
+            last = last_sampled_turn(trajectory)
+            expected = softened.turns[index].copy()
+            if last is not None:
+                expected[last] = rebalanced.turns[index][last]
+            np.testing.assert_array_equal(both.turns[index], expected)
+
+
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(step=STEPS, config=CONFIGS, variant=VARIANTS)
+def test_rebalance_of_all_turns_has_the_target_ratio(build, step, config, variant):
+    """Of a group or of the step. With `rebalance_excess`, a ratio that is not above the target may stay."""
+    variant |= {"name": "calibadv", "rebalance_over": "all", "rebalance_by": "advantage"}
+    hypothesis.assume(variant["adjust"] != "clip")
+    config = dataclasses.replace(config, rebalance=True, **variant)
+    credits = compute_advantages(build_step(build, step), config).credits
+    balanced_sets = [credits] if config.rebalance_within == "step" else [[credit] for credit in credits]
+    for balanced in balanced_sets:
+        masses = []
+        for credit in balanced:
+            for trajectory, turns in zip(credit.group.trajectories, credit.turns, strict=True):
+                for turn, value in zip(trajectory.turns, turns, strict=True):
+                    masses.append(value * len(turn.token_ids))
+        positive, negative = positive_negative_sums(masses)
+        limit = config.target_ratio * positive * (1 + 1e-9)
+        if (positive, negative) == (0, 0) or (config.rebalance_excess and negative <= limit):
+            continue
+        assert negative / positive == pytest.approx(config.target_ratio)

@@ -13,6 +13,45 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.config.sections.credit import ESTIMATORS as NAMES
 
 
+def test_results_follow_the_order_of_groups_and_trajectories(build):
+    first = build.group(build.member(0.0, answer=2), build.member(1.0, answer=3))
+    second = build.group(build.member(1.0, answer=4), question_id="other")
+    result = compute_advantages([first, second], AdvantageConfig())
+    assert [[len(values) for values in group] for group in result.advantages] == [[2, 3], [4]]
+    assert [credit.group for credit in result.credits] == [first, second]
+
+
+def test_inputs_are_not_changed(build):
+    group = build.group(build.member(0.0, "a"), build.member(1.0, "a"))
+    before = [trajectory.response_ids for trajectory in group.trajectories]
+    compute_advantages([group], AdvantageConfig())
+    assert [trajectory.answer_score for trajectory in group.trajectories] == [0.0, 1.0]
+    for trajectory, ids in zip(group.trajectories, before, strict=True):
+        np.testing.assert_array_equal(trajectory.response_ids, ids)
+
+
+def test_every_sampled_token_carries_its_trajectorys_advantage(build):
+    """Observations carry none."""
+    winner = [build.turn(num_tokens=2, num_observed=3), build.turn("answer")]
+    loser = [build.turn("invalid", num_tokens=2, num_observed=1), build.turn("unfinished")]
+    group = build.group((1.0, True, winner), (0.0, False, loser))
+    (advantages,) = compute_advantages([group], AdvantageConfig(name="grpo")).advantages
+    high = np.float32(0.5 / (np.sqrt(0.5) + 1e-6))
+    np.testing.assert_array_equal(advantages[0], [high, high, 0, 0, 0, high])
+    np.testing.assert_array_equal(advantages[1], [-high, -high, 0, -high])
+    for values, trajectory in zip(advantages, group.trajectories, strict=True):
+        assert values.dtype == np.float32
+        assert values.shape == trajectory.response_ids.shape
+        assert not values[~trajectory.mask].any()
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_score_that_is_not_finite_is_refused(build, score):
+    group = build.group(build.member(score), build.member(0.0))
+    with pytest.raises(ValueError, match="'q'.*not finite"):
+        compute_advantages([group], AdvantageConfig(name="grpo"))
+
+
 def test_mixed_questions_and_infinite_scores_are_refused(build):
     group = build.group(build.member(1.0), question_id="one")
     group.trajectories += build.group(build.member(0.0), question_id="two").trajectories
@@ -39,6 +78,26 @@ def test_empty_last_turns_do_not_count(build, num_empty, is_last):
     assert right[-1] == pytest.approx(0.5**0.5 * (2 if is_last else 1), abs=1e-5)
     (of_turns,) = compute_advantages([group], AdvantageConfig(name="gigpo")).credits
     assert of_turns.raw[1] == of_turns.before[1][len(lost) - num_empty - 1]
+
+
+@pytest.mark.parametrize("num_empty", [0, 1, 2])
+def test_last_search_before_empty_turns_keeps_its_penalty(build, num_empty):
+    empty = [build.turn("unfinished", num_tokens=0)] * num_empty
+    lost = [build.turn(documents=["a"], num_tokens=4), *empty]
+    group = build.group(build.member(1.0, "a", answer=2, observed=1), (0.0, True, lost))
+    right, wrong = compute_advantages([group], AdvantageConfig(rebalance=False)).advantages[0]
+    np.testing.assert_allclose(wrong, [-(0.5**0.5)] * 4, atol=1e-5)
+    assert right[-1] == pytest.approx(0.5**0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_empty", [0, 1])
+def test_search_before_the_answer_turn_is_softened(build, num_empty):
+    empty = [build.turn("unfinished", num_tokens=0)] * num_empty
+    lost = [build.turn(documents=["a"], num_tokens=4), build.turn("answer", num_tokens=2), *empty]
+    group = build.group(build.member(1.0, "a", answer=2, observed=1), (0.0, True, lost))
+    wrong = compute_advantages([group], AdvantageConfig(rebalance=False)).advantages[0][1]
+    np.testing.assert_allclose(wrong[:4], 0.0, atol=1e-12)
+    assert (wrong[4:] < 0).all()
 
 
 CONFIGS = [
@@ -71,6 +130,28 @@ def test_failed_trajectory_changes_no_other(build, config, place):
     both = compute_advantages([gone, failing], config)
     assert both.advantages[0] == [] and any(values.any() for values in both.advantages[1])
     assert np.isfinite(list(both.metrics.values())).all()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_only_survivor_of_a_group_gets_nothing(build, config):
+    result = compute_advantages([build.group(*members(build), failed=[1, 2])], config)
+    assert [len(values) for values in result.advantages[0]] == [5]
+    assert not result.advantages[0][0].any()
+
+
+def test_group_that_was_asked_for_one_keeps_its_score(build):
+    """As upstream."""
+    (advantages,) = compute_advantages([build.group(members(build)[0])], CONFIGS[0]).advantages
+    assert advantages[0].any()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_group_without_survivors_is_empty(build, config):
+    gone, whole = build.group(*members(build), failed=range(3)), build.group(*members(build))
+    result = compute_advantages([gone, whole], config)
+    assert result.advantages[0] == []
+    assert any(values.any() for values in result.advantages[1])
+    assert np.isfinite(list(result.metrics.values())).all()
 
 
 def test_metrics(build):
@@ -165,6 +246,60 @@ def test_ties_are_exactly_zero(of_scores, name, score):
         groups.append(of_scores(1.0, 0.0, 0.3, lengths=[1, 2, 3], question_id="other"))
     for std_over in ("group", "step"):
         assert raw(name, *groups, std_over=std_over)[:4] == [[0.0] * size for size in (2, 3, 5, 7)]
+
+
+@pytest.mark.parametrize("size", range(2, 17))
+@pytest.mark.parametrize("score", [0.1, 2 / 3, 6 / 7, 1.0, 0.0])
+def test_ties_of_any_size_are_exactly_zero(of_scores, size, score):
+    assert raw("grpo", of_scores(*[score] * size)) == [[0.0] * size]
+
+
+def test_grpo_by_hand(of_scores):
+    # mean 1/2, std with Bessel's correction sqrt(1/2)
+    advantage = 0.5 / (np.sqrt(0.5) + 1e-6)
+    np.testing.assert_allclose(raw("grpo", of_scores(1.0, 0.0)), [[advantage, -advantage]])
+    centred = raw("grpo", of_scores(1.0, 0.0, 0.5), normalize_std=False)
+    np.testing.assert_allclose(centred, [[0.5, -0.5, 0.0]])
+    # A group of one has mean 0 and std 1.
+    assert raw("grpo", of_scores(0.6), of_scores()) == [[0.6 / (1 + 1e-6)], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("rloo", [[0.75, -0.75, 0.0], [-0.8, 0.8]]),
+        ("opo", [[1 - 3.5 / 8, -3.5 / 8, 0.5 - 3.5 / 8], [-0.4, 0.4]]),
+        ("gpg", [[0.5 / 0.6, -0.5 / 0.6, 0.0], [-0.4 / 0.6, 0.4 / 0.6]]),
+        ("dr_grpo", [[0.5, -0.5, 0.0], [-0.4, 0.4]]),
+        ("grpo_passk", [[0.5, 0.0, 0.0], [0.0, 0.8]]),
+    ],
+)
+def test_formula_by_hand(of_scores, name, expected):
+    groups = of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")
+    settings = {"normalize_std": False} if name == "grpo_passk" else {}
+    for advantages, values in zip(raw(name, *groups, **settings), expected, strict=True):
+        np.testing.assert_allclose(advantages, values, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("grpo_neutral", -0.9), ("grpo_acceptable", 0)])
+def test_near_miss_by_hand(of_scores, name, expected):
+    ((_, near_miss, _),) = raw(name, of_scores(1.0, 0.7, 1.0), normalize_std=False)
+    assert near_miss == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", sorted(OVER_THE_STEP))
+def test_whitened_advantages_have_mean_0_and_variance_1(of_scores, name):
+    """Over the sampled tokens of the step."""
+    groups = [of_scores(1.0, 0.0, 0.5, lengths=[1, 2, 5]), of_scores(0.0, 0.8, question_id="two")]
+    advantages = compute_advantages(groups, AdvantageConfig(name=name)).advantages
+    tokens = np.concatenate([values for group in advantages for values in group]).astype(np.float64)
+    assert tokens.mean() == pytest.approx(0, abs=1e-6)
+    assert tokens.var(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_description_has_one_line_a_statement(name):
+    assert not any("\n" in line for line in describe(AdvantageConfig(name=name)))
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))

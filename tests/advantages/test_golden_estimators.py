@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import groupby
 from pathlib import Path
@@ -179,8 +180,21 @@ def test_hand_worked(case, build):
     assert_agrees(case, build)
 
 
-def test_authors_values(shared, build):
-    authors_cases = read(shared / "golden" / "calibadv_cases.json")
+@pytest.fixture(scope="module")
+def authors_cases(shared):
+    return read(shared / "golden" / "calibadv_cases.json")
+
+
+def test_authors_values_without_calibration_are_grpos(authors_cases, build):
+    uncalibrated = [case for case in authors_cases if "plain_grpo" in case["name"]]
+    assert uncalibrated
+    for case in uncalibrated:
+        made = build.case(case)
+        config = dataclasses.replace(made.config, name="grpo")
+        assert_advantages(case, made, config, case["expected"]["advantages"])
+
+
+def test_authors_values(authors_cases, build):
     assert len(authors_cases) == 43
     for case in authors_cases:
         assert_agrees(case, build)

@@ -10,6 +10,7 @@ import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import parse_config
+from calibadv_jax.core import user_functions
 from calibadv_jax.core.errors import UserError
 
 EXAMPLE = "examples.own_advantage:by_rank"
@@ -59,6 +60,30 @@ def test_one_number_per_trajectory_is_enough(group, own):
     np.testing.assert_array_equal(credit.turns, [[1, 1], [2, 2], [3, 3]])
 
 
+def test_own_function_sees_the_groups(group, own):
+    name = own(
+        "def mine(groups, config):\n"
+        "    return [[one.answer_score for one in group.trajectories] for group in groups]\n"
+    )
+    (credit,) = compute_advantages([group], advantage_config(name)).credits
+    np.testing.assert_array_equal(credit.turns, [[1, 1], [0.5, 0.5], [0, 0]])
+
+
+def test_own_function_is_checked_once_in_all_steps(group, own, monkeypatch):
+    config = advantage_config(own("def mine(groups, config):\n    return [[1.0, 2.0, 3.0]]\n"))
+    checked, signature = [], user_functions.inspect.signature
+
+    def noting(function):
+        checked.append(function.__name__)
+        return signature(function)
+
+    monkeypatch.setattr(user_functions.inspect, "signature", noting)
+    describe(config)
+    for _ in range(3):
+        compute_advantages([group], config)
+    assert checked == ["mine"]
+
+
 def test_example_is_calibrated(group):
     group.trajectories[2].answer_score = 0.5  # two losers, one of which found a silver document
     config = advantage_config(EXAMPLE, "base")
@@ -75,6 +100,7 @@ def test_example_is_calibrated(group):
         ("def mine(group):\n    return []\n", "too many positional arguments; expected: def advantages("),
         ("def mine(groups, config, more):\n    pass\n", "missing a required argument: 'more'; expected:"),
         ("mine = 3\n", "has no function mine; expected: def"),
+        ("def other(groups, config):\n    return []\n", "has no function mine; expected: def"),
         ("import nowhere_at_all\n", "No module named 'nowhere_at_all'"),
         ("x = 3\ndef mine(\n", ".py:2); correct it"),
         ("raise RuntimeError('half\\nwritten')", "RuntimeError: half written (/"),
@@ -87,6 +113,28 @@ def test_uncallable_own_function_is_refused(own, source, phrase):
         describe(advantage_config(name))
     assert str(error.value).startswith(f"advantage.name is {name}, but ") and phrase in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_own_function_with_a_syntax_error_is_named(own):
+    name = own("def mine(\n")
+    with pytest.raises(UserError, match=f"^advantage.name is {name}, but importing .* was never closed"):
+        describe(advantage_config(name))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def mine(group):\n    return []\n",
+        "def mine(groups, config, more):\n    return []\n",
+        "mine = 3\n",
+        "def other(groups, config):\n    return []\n",
+    ],
+)
+def test_refusal_shows_the_signature(own, source):
+    with pytest.raises(UserError) as error:
+        describe(advantage_config(own(source)))
+    signature = "def advantages(groups: Sequence[Group], config: AdvantageConfig)"
+    assert f"; expected: {signature}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +159,15 @@ def test_own_result_of_wrong_shape_is_refused(own, group, result, phrase):
     message = str(error.value)
     assert name in message and phrase in message and "\n" not in message
     assert (".py:5); correct it" if "failed" in phrase else "one list for each group") in message
+    assert message.startswith(f"advantages: {name} failed: " if "failed" in phrase else f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["rlo", "calibadv ", "a.b", "a:b:c", "a b:c", ":mine", "", "a/b.py:mine"])
+def test_refused_name_lists_the_estimators(name):
+    with pytest.raises(
+        UserError, match="advantage.name: must be one of calibadv, grpo, .*my_package.my_module:function"
+    ):
+        parse_config(json.dumps({"advantage": {"name": name}}), "file.yaml")
 
 
 @pytest.mark.parametrize("name", ["rlo", "calibadv ", "a.b", "a:b:c", "a b:c", ":mine", "", "a/b.py:mine"])

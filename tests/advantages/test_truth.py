@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from calibadv_jax.advantages.estimators import compute_advantages
@@ -51,8 +52,26 @@ def second(build):
     return about(build.group(*members, question_id="r", failed=[1]), "q1", "q2")
 
 
-def measured(*groups):
-    return measure(gather(compute_advantages(groups, CENTRED).credits))
+def measured(*groups, config=CENTRED):
+    return measure(gather(compute_advantages(groups, config).credits))
+
+
+def test_search_is_truly_good_if_it_shows_a_new_supporting_passage(build):
+    shown = [["x"], ["p1", "x"], ["p1"], [], ["p1", "p2"], ["p2", "p1"]]
+    turns = [build.turn(documents=ids) for ids in shown]
+    group = about(build.group((1.0, True, [*turns, build.turn("answer")])), "p1", "p2", "p3")
+    evidence = gather(compute_advantages([group], CENTRED).credits)
+    assert evidence.searches["good"].tolist() == [False, True, False, False, True, False]
+
+
+def test_search_that_ends_its_trajectory_is_not_counted(build):
+    """The rebalance takes all of its advantage, which would look like the soft penalty."""
+    lost = [build.turn(think="a", documents=["x"]), build.turn(think="b", documents=["p1"])]
+    won = [build.turn(think="c", documents=["p1"]), build.turn("answer")]
+    group = about(build.group((0.0, True, lost), (1.0, True, won)), "p1")
+    evidence = gather(compute_advantages([group], CENTRED).credits)
+    np.testing.assert_array_equal(evidence.searches["good"], [False, True])
+    assert measure(evidence)["blame/good_blamed"] == 0
 
 
 def test_by_hand(first, second):
@@ -101,3 +120,52 @@ def test_steps_are_pooled(first, second):
     parts = [gather(compute_advantages([group], CENTRED).credits) for group in (first, second)]
     assert measure(join(parts)) == measured(first, second)
     assert measure(parts[0])["search/good_share"] == 4 / 6 and measure(parts[1])["search/good_share"] == 1
+
+
+def test_largest_weight_as_correctness_spares_more(first):
+    measures = measured(first, config=replace(CENTRED, correctness="max"))
+    assert measures["blame/good_spared"] == pytest.approx(2 / (2 + 6))
+    assert measures["blame/useless_spared"] == pytest.approx(4 / (4 + 3))
+
+
+def test_without_soft_penalty_searches_are_judged_and_not_spared(first):
+    measures = measured(first, config=replace(CENTRED, soft_penalty=False))
+    assert measures["search/precision"] == pytest.approx(2 / 3)
+    assert measures["blame/good_spared"] == measures["blame/useless_spared"] == 0
+    assert "blame/spared_good_share" not in measures  # nothing is taken away
+
+
+def test_grpo_judges_and_spares_nothing(first):
+    measures = measured(first, config=replace(CENTRED, name="grpo"))
+    assert measures["silver/group_share"] == measures["search/judged_share"] == 0
+    assert measures["blame/good_spared"] == 0
+    assert measures["blame/good_blamed"] == 2 / 4
+    assert set(MEASURES) - measures.keys() == {
+        "silver/size",
+        "silver/precision",
+        "silver/recall",
+        "silver/seen_precision",
+        "silver/seen_recall",
+        "search/judged_good_share",
+        "search/precision",
+        "search/recall",
+        "search/agreement",
+        "search/auc",
+        "blame/spared_good_share",
+    }
+
+
+def test_best_possible_credit(build):
+    """Good searches alone are called good, and are spared whole."""
+    winner = [build.turn(think="a", documents=["p1"]), build.turn("answer")]
+    loser = [
+        build.turn(think="b", documents=["x1"]),
+        build.turn(think="c", documents=["p1"], num_tokens=5),
+        build.turn("answer"),
+    ]
+    measures = measured(about(build.group((1.0, True, winner), (0.0, True, loser)), "p1"))
+    names = ["silver/precision", "silver/recall", "search/precision", "search/recall", "search/agreement"]
+    names += ["search/auc", "blame/good_spared", "blame/spared_good_share"]
+    assert {name: measures[name] for name in names} == dict.fromkeys(names, 1.0)
+    assert measures["blame/useless_spared"] == 0
+    assert measures["blame/good_blamed"] == 1 / 2  # by GRPO, although nothing is left of it

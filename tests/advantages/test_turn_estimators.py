@@ -12,10 +12,13 @@ import pytest
 from calibadv_jax.advantages.baselines import whiten
 from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.advantages.gae import gae_advantages, gae_and_returns
-from calibadv_jax.advantages.turn_rewards import discounted_returns
+from calibadv_jax.advantages.turn_rewards import discounted_returns, normalize_by_label
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
 
 PLAIN = AdvantageConfig(name="gae")
 HALF = 1 / math.sqrt(2)  # of two values x > y: (x - mean) / std
@@ -138,6 +141,45 @@ def test_missing_golden_logprobs_are_refused(searching, name, policy):
         compute_advantages([group], PLAIN)
 
 
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo", "stepsearch", "a2tgpo", "tips"])
+def test_turn_weight_of_zero_is_grpo(searching, name):
+    golden = [[0.1, 0.3, 0.2], [0.1, 0.4], [1]]
+    group = searching((1.0, [["a"], []]), (0.2, [["b"]]), (0.0, []), golden=golden)
+    close(turns_of(name, group, turn_weight=0), turns_of("grpo", group))
+
+
+def test_discounted_returns_by_hand():
+    assert discounted_returns(np.array([1.0, 2.0, 4.0]), 0.5).tolist() == [3.0, 4.0, 4.0]
+    assert discounted_returns(np.zeros(0), 0.5).tolist() == []
+
+
+def test_values_are_compared_with_those_of_their_label():
+    values = [np.array([1.0, 5.0]), np.array([3.0])]
+    normalized = normalize_by_label(values, ["ab", "a"], AdvantageConfig(normalize_std=False))
+    assert [turns.tolist() for turns in normalized] == [[-1, 0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("igpo", "current"), ("a2tgpo", "current"), ("tips", "initial")]
+)
+def test_refusal_without_golden_logprobs_is_one_line(searching, name, policy):
+    group = searching((1.0, [["a"]]), (0.0, []))
+    group.trajectories[0].turns[1].golden_logprobs.pop(policy)
+    with pytest.raises(UserError) as error:
+        turns_of(name, group)
+    assert str(error.value) == (
+        f"question 'q': the golden answer's log-probabilities under the {policy} policy were not kept:"
+        f" train with advantage.probes='[{policy}]', or change advantage.name"
+    )
+
+
+def test_refusal_without_critic_values_is_one_line(build):
+    group = build.group((1.0, True, [replace(build.turn(), values=None)]))
+    with pytest.raises(UserError, match="no values of a critic were kept, which gae needs") as error:
+        compute_advantages([group], PLAIN)
+    assert "\n" not in str(error.value)
+
+
 def test_probes_follow_the_estimator():
     assert AdvantageConfig().probed == ()
     assert AdvantageConfig(name="igpo").probed == AdvantageConfig(base="a2tgpo").probed == ("current",)
@@ -209,3 +251,45 @@ def test_groups_of_a_step_are_whitened_together(build):
     first, other = (build.group((score, True, [turn(build, "answer", [0.0])])) for score in (1.0, 0.0))
     advantages = compute_advantages([first, other], PLAIN).advantages
     assert advantages[0][0][0] == -advantages[1][0][0] == pytest.approx(2**-0.5)
+
+
+def test_lambda_1_gives_the_score_less_the_value(build):
+    group = build.group((0.7, True, [turn(build, "answer", [0.25, 0.5, 2.0])]))
+    advantages, returns = gae_and_returns(group.trajectories[0], PLAIN)
+    np.testing.assert_allclose(advantages, 0.7 - np.array([0.25, 0.5, 2.0]))
+    np.testing.assert_allclose(returns, 0.7)
+
+
+VALUES = st.lists(st.floats(-2, 2, width=32), max_size=4)
+TURNS = st.lists(st.tuples(VALUES, st.integers(0, 3)), max_size=4)
+TRAJECTORIES = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), TURNS), min_size=1, max_size=5)
+
+
+@hypothesis.given(TRAJECTORIES, st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]), st.randoms())
+@hypothesis.settings(max_examples=40)
+def test_gae_ignores_observations_order_and_turn_boundaries(build, members, discount, decay, random):
+    config = replace(PLAIN, discount=discount, gae_lambda=decay)
+
+    def sampled_advantages(members):
+        made = []
+        for score, turns in members:
+            made.append((score, True, [turn(build, "search", values, num_observed=n) for values, n in turns]))
+        group = build.group(*made)
+        (advantages,) = compute_advantages([group], config).advantages
+        for trajectory, values in zip(group.trajectories, advantages, strict=True):
+            assert not values[~trajectory.mask].any()
+        pairs = zip(group.trajectories, advantages, strict=True)
+        return [values[trajectory.mask] for trajectory, values in pairs]
+
+    expected = sampled_advantages(members)
+    unobserved = [(score, [(values, 0) for values, _ in turns]) for score, turns in members]
+    np.testing.assert_equal(sampled_advantages(unobserved), expected)
+    order = random.sample(range(len(members)), len(members))
+    reordered = sampled_advantages([members[index] for index in order])
+    np.testing.assert_equal(reordered, [expected[index] for index in order])
+    joined = [(score, [(sum((values for values, _ in turns), []), 0)]) for score, turns in members]
+    for values, other in zip(sampled_advantages(joined), expected, strict=True):
+        np.testing.assert_allclose(values, other, rtol=1e-5, atol=1e-6)
+    tokens = np.concatenate(expected)
+    if len(tokens) > 1 and np.ptp(tokens):
+        assert tokens.mean() == pytest.approx(0, abs=1e-5)

@@ -29,6 +29,44 @@ def test_microbatches_keep_order_and_pad_the_end():
     assert sum(float(part.weights.sum()) for part in split) == pytest.approx(1.0)
 
 
+def test_samples_lie_at_the_places_of_the_plan():
+    lengths = [5, 9, 3, 7, 4]
+    samples = [make(length, 2, 100 * number) for number, length in enumerate(lengths)]
+    batch = pack(samples, 12)
+    packing = plan(lengths, [RowShape(12, 1)])
+    assert batch.tokens.shape == (packing.num_rows[0], 12) == (3, 12)
+    for sample, placement in zip(samples, packing.placements, strict=True):
+        columns = slice(placement.start, placement.start + placement.length)
+        place = placement.row, columns
+        np.testing.assert_array_equal(batch.tokens[place], sample.tokens)
+        np.testing.assert_array_equal(batch.positions[place], np.arange(placement.length))
+        assert set(batch.segment_ids[place]) == {placement.segment}
+        np.testing.assert_array_equal(batch.targets[place][:-1], sample.tokens[1:])
+        assert batch.weights[place][-1] == 0  # nothing follows the last token
+
+
+def test_samples_of_one_row_are_segments_of_their_own():
+    batch = pack([make(3, 1), make(4, 1), make(5, 1)], 12)
+    assert batch.tokens.shape[0] == 1
+    assert sorted(set(batch.segment_ids[0].tolist())) == [1, 2, 3]
+
+
+def test_rows_without_weights_return_values_of_samples():
+    samples = [make(length, 2, 10 * number) for number, length in enumerate([5, 9, 3])]
+    rows = Rows(samples, [RowShape(12, 1)])
+    (batch,) = rows.batches()
+    assert not batch.weights.any()
+    assert rows.tokens == np.count_nonzero(batch.segment_ids) == 17
+    assert rows.positions == batch.tokens.size == 24
+    for sample, values in zip(samples, rows.unpack([batch.sampler_logprobs]), strict=True):
+        np.testing.assert_array_equal(values[1:], sample.logprobs[1:])
+
+
+def test_pack_names_a_too_long_sample():
+    with pytest.raises(ValueError, match="sample 0 has 13 tokens, but a row holds 12"):
+        pack([make(13, 1)], 12)
+
+
 @pytest.mark.parametrize("name", ["tokens", "mask", "advantages", "logprobs"])
 def test_content_depends_on_every_array(name):
     samples = [make(5, 2), make(3, 1)]
@@ -72,7 +110,10 @@ def random_lengths(seed, count=40, longest=64):
 @pytest.mark.parametrize(
     ("length", "widths", "rows"),
     [
+        (16384, [16384], [8]),
+        (16384, [16384, 8192], [8, 16]),
         (16384, [16384, 12288, 8192], [8, 8, 16]),
+        (16384, [16384, 12288, 8192, 6144, 4096], [8, 8, 16, 16, 32]),
         (384, [384, 288, 192, 144, 96], [8, 8, 16, 16, 32]),
         (1, [1], [8]),
     ],
@@ -121,6 +162,34 @@ def test_cheapest_rows_are_chosen(lengths, widths, rows, slope, num_rows, positi
     used = [shape.length for shape in packing.shapes]
     assert dict(zip(used, packing.num_rows, strict=True)) == num_rows and packing.positions == positions
     assert packing == plan(lengths, every)
+
+
+def test_one_width_is_packed_first_fit_decreasing():
+    packing = plan([5, 9, 3, 7, 4], shapes(12))
+    assert packing.num_rows == [3]
+    placements = [(placement.row, placement.start, placement.segment) for placement in packing.placements]
+    assert placements == [(1, 7, 2), (0, 0, 1), (0, 9, 2), (1, 0, 1), (2, 0, 1)]
+
+
+def test_row_is_filled_to_its_last_token():
+    assert plan([5, 3, 4, 4], shapes(8)).num_rows == [2]
+
+
+def test_long_sample_leaves_the_others_in_narrow_rows():
+    packing = plan([40, *[16] * 16], shapes(64, 48, 16, rows=1, cost=lambda width: 1.0 + width))
+    assert [shape.length for shape in packing.shapes] == [48, 16]
+    assert [placement.batch for placement in packing.placements] == [0, *[1] * 16]
+
+
+def test_few_samples_of_one_width_are_laid_by_length_only():
+    packing = plan(FEW, shapes(1024))
+    assert [placement.row for placement in packing.placements][6:8] == [0, 1]
+
+
+def test_no_sample_takes_no_rows():
+    packing = plan([], shapes(64, 32))
+    assert packing.placements == [] and packing.num_rows == [0] and packing.positions == [0]
+    assert packing.shapes[0].length == 64
 
 
 def test_too_long_a_sample_is_named():

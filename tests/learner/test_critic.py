@@ -100,6 +100,21 @@ def test_critic_learns_returns(adapters):
         np.testing.assert_allclose(values[1:], expected[:-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
+def test_critic_beside_a_bfloat16_base_learns():
+    policy, mesh = tiny(CONFIG, Adapters(2, 4.0, ("q", "up"), "bfloat16")), single_device()
+    critic, params = make_critic(policy), init_params(policy, mesh, 0)
+    learner = CriticLearner(critic, optax.adam(0.02), mesh, LearnerOptions(4, pack_length=16))
+    state = learner.init(critic_params(critic, params, mesh))
+    assert learner.base["embed"]["embedding"] is params["embed"]["embedding"]
+    config = LearnerConfig(pack_length=16, microbatch_rows=4, row_widths=1)
+    rng, loss, losses = np.random.default_rng(0), ValueLoss(0.0), []
+    for _ in range(4):
+        state, metrics = learn_values(learner, state, [critic_sample(0, 1.0)], config, loss, rng)
+        losses.append(metrics["critic/loss"])
+    assert losses[0] == 0.5 and losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("clip", "errors", "clipped", "gradient"),
     [(0.0, (0.25, 0.25), 0.0, (-0.25, 0.25)), (0.2, (0.64, 0.25), 0.5, (0.0, 0.25))],

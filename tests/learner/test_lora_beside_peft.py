@@ -104,9 +104,19 @@ def trained(request, tmp_path_factory):
 
     one_device = single_device()
     tokens = samples()[1].tokens
+    logits_before = row_logits(policy, params(one_device), tokens[None])[0], torch_logits(model, tokens)
     torch_updates(model)
     learner, state = our_updates(policy, params(one_device), one_device)
     return SimpleNamespace(**locals())
+
+
+def test_logits_are_those_of_peft(trained):
+    ours, peft_logits = trained.logits_before
+    np.testing.assert_allclose(ours, peft_logits, atol=1e-5)
+    base = row_logits(trained.policy, trained.learner.base, trained.tokens[None])[0]
+    with trained.model.disable_adapter():
+        np.testing.assert_allclose(base, torch_logits(trained.model, trained.tokens), atol=1e-5)
+    assert np.abs(base - ours).max() > 1e-2
 
 
 def test_three_updates_are_those_of_torch(trained):

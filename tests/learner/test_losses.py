@@ -99,6 +99,66 @@ def test_loss_equals_its_formula(name):
     assert loss == pytest.approx(np.mean([np.mean(formula(*row)) for row in rows]), rel=1e-5)
 
 
+@pytest.mark.parametrize(("aggregation", "norm"), [("sequence_sum", 0), ("sequence_sum_norm", 5)])
+def test_sums_are_means_over_trajectories(aggregation, norm):
+    config = LossConfig(name="gpg", aggregation=aggregation, length_norm=norm)
+    expected = np.mean([np.sum(-advantages * new) for new, _, advantages in ROWS]) / (norm or 1)
+    assert packed(cases(), config)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_clip_acts_on_the_pessimistic_side():
+    old = np.log([0.2] * 4)
+    new = columns(old + np.log([1.5, 1.5, 0.5, 0.5]))
+    batch = batch_of([1.0, -1.0, 1.0, -1.0], list(old))
+    loss, metrics = policy_gradient(LossConfig(), False)(new, 0.0 * new, batch, None)
+    # min(r A, clip(r) A): 1.2, -1.5, 0.5, -0.8
+    assert float(loss) == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, abs=1e-6)
+    assert float(metrics["actor/pg_clipfrac"]) == 2  # tokens
+
+
+def test_clip_high_leaves_the_lower_side_alone():
+    old = np.log([0.2] * 2)
+    new = columns(old + np.log([1.5, 0.5]))
+    config = LossConfig(clip_low=0.2, clip_high=0.4)
+    loss, _ = policy_gradient(config, False)(new, 0.0 * new, batch_of([1.0, -1.0], list(old)), None)
+    assert float(loss) == pytest.approx(-(1.4 - 0.8) / 2, abs=1e-6)
+
+
+def test_importance_cap_truncates_the_weight():
+    old, sampler = [-1.0, -1.0], [-1.0 - np.log(4.0), -1.0 + np.log(2.0)]
+    new = columns(old)
+    config = LossConfig(importance_cap=2.0)
+    loss, metrics = policy_gradient(config, False)(new, 0.0 * new, batch_of([1.0, 1.0], old, sampler), None)
+    assert float(loss) == pytest.approx(-(2.0 + 0.5) / 2, abs=1e-6)
+    assert float(metrics["actor/sampler_mismatch"]) == pytest.approx(np.log(4) + np.log(2), abs=1e-6)
+
+
+def test_importance_cap_has_no_floor():
+    """A token that the sampler found far likelier keeps a weight of e^-3, or e^-1, whatever its advantage."""
+    new = columns([-4.0, -4.0])
+    batch = batch_of([1.0, -2.0], [-4.0, -4.0], [-1.0, -3.0])
+    loss, _ = policy_gradient(LossConfig(importance_cap=2.0), False)(new, 0.0 * new, batch, None)
+    assert float(loss) == pytest.approx(-(np.exp(-3.0) - 2 * np.exp(-1.0)) / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("gating", [False, True])
+def test_lld_at_ratio_one_has_the_value_of_vanilla(gating):
+    row = sample([-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0], [1.0, 1.0, -1.0, 3.0], [1] * 4)
+    loss, (gradient,), _ = packed([row], LossConfig(name="lld", lld_gating=gating))
+    vanilla_loss, (vanilla_gradient,), _ = packed([row], LossConfig())
+    assert loss == vanilla_loss
+    push = 0.0 if gating else -0.1 / 3
+    np.testing.assert_allclose(gradient - vanilla_gradient, [push, push, 0, push], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["balance_detached", "balance"])
+def test_balanced_losses_have_one_value(name):
+    """At ratio 1: terms of positive advantages come to -4/3, others to 1/3; the factor is 1.75 x 4."""
+    row = sample([-1.0, -2.0, -0.5], [-1.0, -2.0, -0.5], [1, 3, -1], [1, 1, 1])
+    loss, _, _ = packed([row], LossConfig(name=name, balance_ratio=1.75))
+    assert loss == pytest.approx(0.75 * 4 / 3, abs=1e-6)
+
+
 # Over the sequences: e^0.4, e^-1.4 and e^1.5, by the token e^0.1, e^-0.2 and e^1.5; masked: in the mean as 0.
 @pytest.mark.parametrize(
     ("keys", "weights", "masked"),
@@ -220,6 +280,7 @@ def test_token_metrics_count_each_token_once(aggregation):
     new = jnp.full(batch.weights.shape, -1.0)
     _, metrics = policy_gradient(LossConfig(), False)(new, 0 * new + 2.0, batch, None)
     names = ("pg_clipfrac", "entropy", "ppo_kl", "sampler_mismatch")
+    assert metrics.keys() == {"actor/pg_loss", *(f"actor/{name}" for name in names)}
     assert [float(metrics[f"actor/{name}"]) for name in names] == pytest.approx([1, 8, -1, 4 * 0.5])
 
 
@@ -473,6 +534,14 @@ def test_published_corrections_between_sampler_and_learner(published, number):
 # --- By name ---
 
 SOURCE = """
+def doubled(tokens, config):
+    return -2 * tokens.ratio * tokens.advantages, tokens.ratio > 1 + config.clip_high
+
+def short(tokens):
+    return tokens.advantages
+
+number = 3
+
 def one_array(tokens, config):
     return tokens.advantages
 
@@ -487,6 +556,7 @@ def failing(tokens, config):
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "my_losses_of_tests.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "my_broken_of_tests.py").write_text("raise RuntimeError('half\\nwritten')", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     return "my_losses_of_tests:"
 
@@ -505,6 +575,61 @@ def test_unusable_own_loss_is_refused(own, name, message):
         check_loss(LossConfig(name=own + name))
     error = str(caught.value)
     assert message in error and error.startswith("loss.name is ") and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "nowhere_of_tests:loss",
+            "importing nowhere_of_tests failed: ModuleNotFoundError: No module named 'nowhere_of_tests'; ",
+        ),
+        ("my_broken_of_tests:loss", "importing my_broken_of_tests failed: RuntimeError: half written"),
+    ],
+)
+def test_own_loss_that_cannot_be_imported_is_refused(own, name, message):
+    with pytest.raises(UserError) as caught:
+        check_loss(LossConfig(name=name))
+    error = str(caught.value)
+    assert error.startswith(f"loss.name is {name}, but {message}") and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "my_losses_of_tests has no function absent"),
+        ("number", "my_losses_of_tests has no function number"),
+        ("short", "it cannot be called with (tokens, config)"),
+        ("one_array", "it must return the terms to minimise"),
+        ("summed", "it must return the terms to minimise"),
+        ("failing", "calling it raised AttributeError"),
+    ],
+)
+def test_refusal_of_an_own_loss_shows_the_signature(own, name, message):
+    with pytest.raises(UserError) as caught:
+        check_loss(LossConfig(name=own + name))
+    error = str(caught.value)
+    assert error.startswith(f"loss.name is {own}{name}, but {message}") and "\n" not in error
+    assert "; expected: def my_loss(tokens: Tokens, config: LossConfig)" in error
+
+
+def test_own_loss_is_minimised(own):
+    row = sample([-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1])
+    config = LossConfig(name=own + "doubled")
+    assert check_loss(config) == [f"loss {own}doubled: your own: {own}doubled"]
+    loss, (gradient,), metrics = packed([row], config)
+    unclipped_loss, (unclipped_gradient,), _ = packed([row], LossConfig(clip_low=9.0, clip_high=9.0))
+    assert loss == pytest.approx(2 * unclipped_loss)
+    assert gradient == pytest.approx(2 * unclipped_gradient)
+    assert metrics["actor/pg_clipfrac"] == 1
+    assert find_loss(config.name).every_sample  # it may move tokens without advantage
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_is_described_in_one_line(name):
+    loss, lines = LOSSES[name], check_loss(LossConfig(name=name, aggregation="sequence_mean"))
+    cost = "; one more forward pass an update" if loss.needs_logprobs else ""
+    assert lines == ([] if name == "vanilla" else [f"loss {name}: {loss.summary}{cost}"])
 
 
 def test_documented_loss_runs(tmp_path, monkeypatch):
@@ -547,14 +672,17 @@ def test_loss_reads_its_own_keys_only(name):
         ({"name": "ppo"}, "must be one of vanilla, cispo"),
         ({"name": "my.module:"}, "must be one of vanilla, cispo"),
         *(({"name": name}, "set loss.aggregation=sequence_mean") for name in ("gspo", "gmpo", "sapo")),
+        ({"name": "gmpo", "aggregation": "sequence_sum"}, "set loss.aggregation=sequence_mean"),
         ({"dual_clip": 1.0}, "must be above 1"),
         ({"name": "gpg", "clip_high": 0.28}, "loss.name=gpg does not read it"),
+        ({"name": "dro", "clip_high": 0.28}, "loss.name=dro does not read it"),
         ({"lld_coef": 0.2}, "loss.name=vanilla does not read it"),
         ({"name": "cispo", "drop_above": 1.1}, "below the clip at 1.2"),
         ({"name": "clip_cov", "cov_low": 5.0}, "must be below loss.cov_high"),
         ({"name": "clip_cov", "cov_share": 0.0}, "greater than 0"),
         ({"aggregation": "sequence_sum_norm"}, "sequence_sum_norm, and loss.length_norm is 0"),
         ({"length_norm": 4096}, "loss.length_norm is 4096: set"),
+        ({"length_norm": 4096}, "set loss.length_norm, in tokens, with aggregation=sequence_sum_norm only"),
         ({"importance_high": 1.0}, "must be above 1"),
         ({"importance_low": 0.5, "old_logprobs": "sampler"}, "set loss.old_logprobs=recompute"),
         ({"importance_level": "sequence"}, "but none is set"),

@@ -77,6 +77,45 @@ def test_adamw_clips_decays_matrices_and_keeps_its_moments(warmup_updates, rates
         np.testing.assert_allclose(actual, target, atol=1e-5)
 
 
+def test_first_update_of_a_warmup_changes_nothing():
+    for actual, target in zip(after([tree(1)], warmup_updates=2), BEFORE, strict=True):
+        np.testing.assert_array_equal(actual, target)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_huge_gradient_counts_as_one_of_the_largest_norm(name):
+    """Adam alone would forget the size of the first gradient, so the second one shows it."""
+    direction = tree(1)
+    norm = float(optax.tree.norm(direction))
+
+    def after_gradient_of(size):
+        first = jax.tree.map(lambda leaf: leaf * np.float32(size / norm), direction)
+        return after([first, tree(2, 0.1)], name=name, max_grad_norm=1.0)
+
+    at_the_limit, beyond, below = (after_gradient_of(size) for size in (1.0, 1000.0, 0.1))
+    for actual, target in zip(beyond, at_the_limit, strict=True):
+        np.testing.assert_allclose(actual, target, atol=1e-5)
+    assert max(np.abs(a - b).max() for a, b in zip(at_the_limit, below, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_eps_damps_small_gradients(name):
+    """A first step is gradient / (|gradient| + eps) of the rate; Muon's on what is no layer matrix."""
+    exact, damped = (after([tree(1, 1e-3)], name=name, eps=eps) for eps in (1e-8, 1.0))
+    for index in (0, 2, 3):
+        assert np.abs(exact[index] - BEFORE[index]).max() > 0.05
+        assert np.abs(damped[index] - BEFORE[index]).max() < 1e-3
+
+
+def test_muon_orthogonalises_every_layer_by_itself():
+    changed = jax.tree.map(np.copy, tree(1))
+    changed["layers"]["mlp"]["kernel"][0] = tree(2)["layers"]["mlp"]["kernel"][0]
+    kernel = after([tree(1)], name="muon", max_grad_norm=1e9)[1]
+    other = after([changed], name="muon", max_grad_norm=1e9)[1]
+    np.testing.assert_allclose(kernel[1], other[1], atol=1e-5)
+    assert np.abs(kernel[0] - other[0]).max() > 1e-3
+
+
 @pytest.mark.parametrize("sizes", [{"data": 8, "fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_devices_share_muons_layers(sizes):
     """By the floating-point operations that XLA counts for one device; the result is the same."""

@@ -69,6 +69,7 @@ def golden_logprobs(group, policy):
     [
         (128, {}, ("", ""), False),
         (40, {"opening": "<think>"}, ("<think>", "<think>"), False),
+        (128, {}, ("", ""), True),
         (128, {"first_opening": "<think>\n"}, ("<think>", ""), True),
     ],
 )
@@ -99,7 +100,8 @@ def test_probe_equals_separate_forward_passes(learner, policies, pack_length, op
     # Of the first group 1 prompt, 3 longer prefixes; of the second a prompt and one more.
     tokens = sum((5 + 4, 12 + 4, 19 + 4, 12 + 4, 5 + 3, 12 + 3)) + 2 * len(first) + 4 * len(later)
     assert metrics["advantage/golden/tokens"] == tokens
-    assert not groups[0].trajectories[0].turns[0].golden_logprobs  # of the copies only
+    for group in groups:  # of the copies only
+        assert not any(turn.golden_logprobs for trajectory in group.trajectories for turn in trajectory.turns)
 
 
 @pytest.mark.medium
@@ -115,7 +117,7 @@ def test_long_golden_answer_is_cut(learner, policies):
     expected = alone(learner, params, group.trajectories[0].prompt_ids, " " + "x" * (count - 1))
     assert golden_logprobs(probed, "a")[0] == [pytest.approx(expected, rel=1e-4), None]
     assert metrics["advantage/golden/tokens"] == 5 + PROBE_TOKENS
-    with pytest.raises(UserError, match="question 'q0': the tokenizer makes no token"):
+    with pytest.raises(UserError, match="question 'q0': the tokenizer makes no token of its golden answers"):
         with_golden_logprobs(learner, {}, [make_group(0, ("mute",))], config, Deaf())
 
 

@@ -18,7 +18,7 @@ from calibadv_jax.learner.critic import CriticLearner, ValueLoss, learn_values, 
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.prefix_sharing import PrefixSharedRows
-from calibadv_jax.learner.step import learn
+from calibadv_jax.learner.step import learn, sample_logprobs
 
 VOCAB, ROW = 40, 48
 CONFIG = LearnerConfig(pack_length=ROW, row_widths=1, microbatch_rows=1)
@@ -93,6 +93,29 @@ def test_shared_rows_make_the_step_of_plain_rows(name, attention_chunk, sizes):
     assert shared_result.metrics["perf/packing"] < 0.7 * expected.metrics["perf/packing"]
     for sample, other in zip(shared_result.samples, expected.samples, strict=True):
         np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("widths", [[ROW], [ROW, ROW // 2]])
+def test_shared_rows_compute_fewer_columns(widths):
+    samples = groups()
+    shapes = [RowShape(width, 1, cost=width) for width in widths]
+    rows, plain = PrefixSharedRows(samples, shapes), Rows(samples, shapes)
+    assert rows.positions < 0.7 * plain.positions
+    assert rows.computed < rows.tokens
+    targets = rows.unpack([batch.targets for batch in rows.batches()])
+    for trained, values in zip(samples, targets, strict=True):
+        np.testing.assert_array_equal(values, np.where(trained.mask, trained.tokens, 0))
+
+
+def test_shared_rows_have_logprobs_of_trained_tokens_only():
+    learner, samples = learner_of(), groups()
+    # Three samples of one whole row, of which a column is left beside what all begin with.
+    full = [sample(np.random.default_rng(1), list(range(ROW)), ROW - 1)] * 3
+    params = learner.init(init_params(learner.policy, learner.mesh, 0))["params"]
+    for chosen in (samples, full):
+        plain, shared = (sample_logprobs(learner, params, chosen, config) for config in (CONFIG, SHARED))
+        for trained, values, shared_values in zip(chosen, plain, shared, strict=True):
+            np.testing.assert_allclose(shared_values, np.where(trained.mask, values, 0.0), atol=1e-5)
 
 
 @pytest.mark.medium

@@ -16,7 +16,7 @@ from calibadv_jax.config import LearnerConfig, LossConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.objective import on_policy_only, policy_gradient
+from calibadv_jax.learner.objective import TOKEN_METRICS, on_policy_only, policy_gradient
 from calibadv_jax.learner.step import learn, make_sample, mini_batches
 
 QUESTION = Question("q", "?", ("x",), "test")
@@ -141,6 +141,78 @@ def test_groups_stay_whole_in_shuffled_mini_batches(prompts, size):
     assert all(sorted(order) == list(range(12)) for order in orders)
 
 
+def test_group_is_cut_only_at_a_full_mini_batch():
+    made = [sample(prompt, [1.0]) for prompt in [1] * 4 + [2] * 4 + [3] * 4]
+    config = dataclasses.replace(CONFIG, minibatch_size=5, shuffle="groups")
+    chosen = list(mini_batches(made, config, np.random.default_rng(0)))
+    assert [len(numbers) for numbers in chosen] == [5, 5, 2]
+    order = np.concatenate(chosen)
+    assert [made[number].tokens[0] for number in order[::4]] != [1, 2, 3]
+    for start in range(0, 12, 4):
+        assert sorted(order[start : start + 4]) == list(range(order[start], order[start] + 4))
+
+
+def test_one_update_takes_all_samples():
+    notebook = Notebook()
+    metrics = learned(notebook, numbered()).metrics
+    assert notebook.taught == [[0, 1, 2, 3, 4]] and metrics["actor/updates"] == 1
+
+
+@pytest.mark.parametrize(
+    ("terms", "computed"),
+    [({}, [0, 2]), ({"entropy_coef": 0.1}, [0, 1, 2, 3]), ({"kl_coef": 0.1}, [0, 1, 2, 3])],
+)
+def test_samples_without_advantage_are_computed_for_other_terms(terms, computed):
+    """With the log-probabilities of the policy before the first update."""
+    notebook, config = Notebook(), dataclasses.replace(CONFIG, epochs=2)
+    metrics = learned(notebook, numbered(4, idle=(1, 3)), config, LossConfig(**terms)).metrics
+    assert notebook.taught == [computed, computed]
+    assert metrics["actor/computed_share"] == pytest.approx(len(computed) / 4)
+    for batch in notebook.batches:
+        trained = batch.weights > 0
+        np.testing.assert_allclose(batch.old_logprobs[trained], -1 - batch.targets[trained] / 100, rtol=1e-6)
+        assert np.count_nonzero(batch.segment_ids) == 3 * len(computed)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token_mean", [1 / 3] * 3), ("sequence_mean", [1 / 4, 1 / 4, 1 / 2])],
+)
+def test_aggregation_of_the_loss_is_used(aggregation, expected):
+    """One sample of two trained tokens beside one of one."""
+    notebook = Notebook()
+    samples = [sample(0, [1.0, 1.0]), sample(5, [1.0])]
+    learned(notebook, samples, loss=LossConfig(aggregation=aggregation))
+    (batch,) = notebook.batches
+    assert batch.tokens.shape == (1, ROW)
+    assert sorted(batch.weights[batch.weights > 0]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("aggregation", "weight"), [("sequence_sum", 1 / 2), ("sequence_sum_norm", 1 / 20)])
+def test_sums_report_the_share_that_was_computed(aggregation, weight):
+    notebook = Notebook()
+    loss = LossConfig(aggregation=aggregation, length_norm=10 if aggregation == "sequence_sum_norm" else 0)
+    metrics = learned(notebook, [sample(0, [1.0] * 3), sample(5, [0.0])], loss=loss).metrics
+    (batch,) = notebook.batches
+    np.testing.assert_allclose(batch.weights[batch.weights > 0], [weight] * 3)
+    assert metrics["actor/computed_share"] == pytest.approx(3 / 4)
+
+
+class NotebookWithNorm(Notebook):
+    """Every update has a gradient's norm of 2, with or without rows."""
+
+    def update(self, state, batches, loss, reference=None):
+        state, metrics = super().update(state, batches, loss, reference)
+        return state, metrics | {"actor/grad_norm": 2.0}
+
+
+@pytest.mark.parametrize("idle", [(), (0, 3), (0, 1, 2, 3)])
+def test_gradient_norm_is_a_mean_over_all_updates(idle):
+    config = dataclasses.replace(CONFIG, minibatch_size=1)
+    metrics = learned(NotebookWithNorm(), numbered(4, idle), config).metrics
+    assert (metrics["actor/updates"], metrics["actor/grad_norm"]) == (4, 2)
+
+
 def test_epoch_trains_every_sample_once():
     config, reference = dataclasses.replace(CONFIG, minibatch_size=2, epochs=3), {"the": "initial policy"}
     notebook, repeated, other = Notebook(), Notebook(), Notebook()
@@ -186,6 +258,8 @@ def test_metrics_are_means_over_computed_tokens(idle, aggregation):
         ({"epochs": 2}, "recompute", True),
         ({"minibatch_size": 2}, "sampler", False),
         ({"epochs": 2}, "sampler", False),
+        ({"minibatch_size": 2, "epochs": 2}, "recompute", True),
+        ({"minibatch_size": 2, "epochs": 2}, "sampler", False),
         ({}, "sampler", False),
         ({}, "recompute", False),  # the loss takes the current policy's own
     ],
@@ -249,6 +323,12 @@ def random_samples(idle):
     return made
 
 
+@functools.cache
+def on_policy_loss(aggregation):
+    """One object for all tests: compiled once."""
+    return policy_gradient(LossConfig(aggregation=aggregation), True)
+
+
 def go(learner, state, samples, config, loss):
     return learn(learner, state, samples, config, loss, np.random.default_rng(3))
 
@@ -259,7 +339,7 @@ def go(learner, state, samples, config, loss):
 )
 def test_samples_without_advantage_change_nothing(learner, state, aggregation, idle):
     """As one update with all of them. Where none has an advantage, the momentum moves the parameters."""
-    loss, every = policy_gradient(LossConfig(aggregation=aggregation), True), random_samples(idle)
+    loss, every = on_policy_loss(aggregation), random_samples(idle)
     state = go(learner, state, random_samples(()), LONG, loss).state
     before = jax.tree.map(np.array, state)  # the update takes the state over
     expected, direct = learner.update(jax.tree.map(np.array, state), [pack(every, 32, aggregation)], loss)
@@ -273,6 +353,67 @@ def test_samples_without_advantage_change_nothing(learner, state, aggregation, i
     computed = [0 if index in idle else count for index, count in enumerate(trained)]
     if aggregation == "token_mean":
         assert result.metrics["actor/computed_share"] == pytest.approx(sum(computed) / sum(trained))
+
+
+def test_step_without_advantages_reports_no_loss(learner, state):
+    loss = on_policy_loss("token_mean")
+    trained = go(learner, state, random_samples(()), LONG, loss)
+    metrics = go(learner, trained.state, random_samples(range(8)), LONG, loss).metrics
+    assert metrics["actor/grad_norm"] == metrics["actor/computed_share"] == metrics["actor/row_fill"] == 0.0
+    omitted = TOKEN_METRICS & trained.metrics.keys() | {"actor/loss", "actor/pg_loss", "perf/packing"}
+    assert len(omitted) == 7 and not omitted & metrics.keys()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_token_metrics_are_means_over_computed_tokens(learner, aggregation):
+    """Mini-batches of one sample, some of which compute nothing."""
+    loss, every, idle = on_policy_loss(aggregation), random_samples((1, 2, 6)), (1, 2, 6)
+    frozen = Learner(learner.policy, optax.sgd(0.0), learner.mesh, learner.options)
+
+    def start():
+        return frozen.init(init_params(learner.policy, learner.mesh, 0))
+
+    computed = [made for index, made in enumerate(every) if index not in idle]
+    _, direct = frozen.update(start(), [pack(computed, 32)], loss)
+    metrics = go(frozen, start(), every, dataclasses.replace(LONG, minibatch_size=1), loss).metrics
+    assert metrics["actor/updates"] == 8
+    num_tokens = sum(int(made.mask.sum()) for made in computed)
+    for name in TOKEN_METRICS & direct.keys():
+        assert metrics[name] == pytest.approx(direct[name] / num_tokens, rel=1e-4, abs=1e-5), name
+    assert metrics["actor/entropy"] > 1
+
+
+OWN_KEYS = {
+    "gspo": {"aggregation": "sequence_mean"},
+    "lld": {},
+    "clip_cov": {"cov_low": 0.1, "cov_share": 0.5},
+    "kl_cov": {"cov_share": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def learners(learner):
+    """Of one policy, by their rows of a microbatch."""
+    optimizer = optax.sgd(0.1)
+    return {rows: Learner(learner.policy, optimizer, learner.mesh, LearnerOptions(rows)) for rows in (1, 4)}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_size_of_a_microbatch_changes_no_update(learners, name):
+    """Of losses that read more than a token: after two updates on four samples each, one off-policy."""
+    rng = np.random.default_rng(1)
+    samples = [sample(int(rng.integers(20)), rng.normal(size=rng.integers(4, 12))) for _ in range(8)]
+    loss = policy_gradient(LossConfig(name=name, **OWN_KEYS[name]), on_policy=False)
+    updated = []
+    for rows, learner in learners.items():
+        config = LearnerConfig(minibatch_size=4, pack_length=16, row_widths=1, microbatch_rows=rows)
+        state = learner.init(init_params(learner.policy, learner.mesh, 0))
+        result = learn(learner, state, samples, config, loss, np.random.default_rng(0))
+        assert result.metrics["actor/skipped"] == 0 and result.metrics["actor/grad_norm"] > 1e-3
+        updated.append(jax.device_get(result.state["params"]))
+    close_in_norm(*updated)
 
 
 @pytest.mark.medium
@@ -293,6 +434,8 @@ def test_rows_of_several_widths_make_the_same_step(learner, state, monkeypatch):
     for sample, other in zip(expected.samples, result.samples, strict=True):
         np.testing.assert_allclose(sample.old_logprobs, other.old_logprobs, atol=1e-5)
     close_in_norm(jax.device_get(result.state), jax.device_get(expected.state))
+    grad_norm = expected.metrics["actor/grad_norm"]
+    assert result.metrics["actor/grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
     rows = {32: 1, 24: 1, 16: 2, 8: 4}  # of a microbatch
     assert len({width for _, width in shapes}) > 1
     positions = sum(-(-count // rows[width]) * rows[width] * width for count, width in shapes)

@@ -65,6 +65,14 @@ def test_values_are_those_of_the_formula(kernel, heads, length):
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
 
 
+@pytest.mark.parametrize("kernel", ["xla", "blockwise 7", "blockwise 16"])
+def test_short_rows_with_padding_have_the_values_of_the_formula(kernel):
+    q, k, v, _ = rows(3, 3)
+    segments = np.array([[1, 1, 2], [1, 0, 0]], np.int32)
+    out = jax.jit(KERNELS[kernel])(q, k, v, segments)
+    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
+
+
 MEDIUM = [pytest.param(name, marks=pytest.mark.medium) for name in ("blockwise 16", "splash", "triton")]
 
 
@@ -121,7 +129,9 @@ def test_mesh_with_few_heads_computes_the_same(kernel, tensor, monkeypatch):
     close_in_norm(meshed, alone)
 
 
-@pytest.mark.parametrize(("kernel", "platform"), [("xla", "cpu"), ("splash", "tpu"), ("triton", "cuda")])
+@pytest.mark.parametrize(
+    ("kernel", "platform"), [("xla", "cpu"), ("xla", "cuda"), ("splash", "tpu"), ("triton", "cuda")]
+)
 def test_no_array_of_length_by_length_exists(kernel, platform):
     """In the lowered program of values and gradients."""
     length = 1536

@@ -90,6 +90,22 @@ def test_chunks_equal_the_plain_formula(policy, inputs, share):
     assert logprobs.dtype == entropies.dtype == jnp.float32
     if share == 0:
         assert not np.any(actual[1][0]["lm_head"]["kernel"]) and not np.any(actual[1][1])
+    if share is None:
+        assert float(logprobs.max()) < 0 < float(entropies.min())
+
+
+def test_unused_tokens_give_no_gradient(policy, inputs):
+    """States without a number stand there: they reach no parameter."""
+    params, hidden, _, targets = inputs
+    used = jnp.zeros((2, LENGTH), bool)
+
+    def total(params, hidden):
+        states = jnp.full_like(hidden, jnp.nan)
+        outputs = token_logprobs(policy.merge(params), states, targets, TEMPERATURE, 4, used=used)
+        return sum(jnp.sum(jnp.where(used, values, 0.0)) for values in outputs)
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(params, hidden)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
 def largest_with_vocabulary(program):
@@ -138,6 +154,7 @@ def test_log_probabilities_of_bfloat16_are_summed_in_float32(tied, chunk):
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     targets = jnp.asarray([[0, 7, 299, 12, 150, 3]])
     logprobs, entropies = token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk)
+    assert logprobs.dtype == entropies.dtype == jnp.float32
     chosen = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
     np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(-1), atol=2e-5)
@@ -191,6 +208,24 @@ def test_head_is_gathered_once_a_direction(mesh, tied):
     assert [inside for inside, shape in collectives(text, "reduce-scatter") if shape in scattered] == [False]
     reduced = [shape for _, shape in collectives(text, "all-reduce")]
     assert not whole & set(reduced) and "all-to-all" in text, reduced
+
+
+@pytest.mark.medium
+def test_look_up_moves_columns_and_not_the_table():
+    policy, mesh = make_policy(vocab=40), mesh_of(fsdp=4, tensor=2)
+    params, _, tokens, _ = make_inputs(policy)
+    table = jax.device_put(params, param_shardings(policy.abstract_params, mesh))["embed"]["embedding"]
+    tokens = jax.device_put(tokens, batch_sharding(mesh))
+
+    def total(table, tokens):
+        return jnp.sum(jnp.sin(look_up(table, tokens, jnp.float32)))
+
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(total), out_shardings=table.sharding)
+        text = gradient.lower(table, tokens).compile().as_text()
+    assert "all-to-all" in text
+    moved = [shape for kind in ("all-gather", "all-reduce") for _, shape in collectives(text, kind)]
+    assert moved and not any(re.match(r"\w+\[(40|20),", shape) for shape in moved), moved
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def test_absent_fields_have_defaults_of_transformers(model_type, fields):
     )
 
 
+def test_both_spellings_of_rope_are_read():
+    llama = BASE | {"model_type": "llama"}
+    old = architecture_from_hf(llama | {"rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = architecture_from_hf(llama | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
+    assert old == new != architecture_from_hf(llama | {"rope_theta": 5e5})
+    assert old.rope_theta == 5e5 and old.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 64)
+
+
 def test_qwen2_never_has_an_output_bias():
     assert not architecture_from_hf(BASE | {"model_type": "qwen2", "attention_bias": True}).out_bias
 
@@ -117,3 +125,17 @@ def test_llama3_scaling_equals_transformers_in_all_three_bands():
     stretch = plain / scaled
     bands = [stretch == 1, (stretch > 1) & (stretch < 8), np.isclose(stretch, 8)]
     assert [int(band.sum()) for band in bands] == [4, 5, 7]
+
+
+def test_llama3_bands_are_those_of_the_wavelengths():
+    """High frequencies stay, low ones are divided by the factor, those between lie between."""
+    config = BASE | {"model_type": "llama", "head_dim": 32, "rope_theta": 100.0}
+    plain = np.asarray(inverse_frequencies(architecture_from_hf(config)))
+    scaled = np.asarray(inverse_frequencies(architecture_from_hf(config | {"rope_scaling": LLAMA3})))
+    wavelengths = 2 * np.pi / plain
+    high, low = wavelengths < 16, wavelengths > 64
+    between = ~high & ~low
+    assert [int(band.sum()) for band in (high, between, low)] == [4, 5, 7]
+    np.testing.assert_array_equal(scaled[high], plain[high])
+    assert ((plain / 8 < scaled) & (scaled < plain))[between].all()
+    np.testing.assert_allclose(scaled[low], plain[low] / 8)

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -22,7 +23,7 @@ from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.stopping import StopRule
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 
 need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -94,13 +95,13 @@ def expected(original, prompts):
     return values
 
 
-def logprobs(policy, params, prompts):
+def logprobs(policy, params, prompts, width=WIDTH):
     """The same by the policy, in rows of as many prompts as they hold, as the learner packs them."""
 
     learner = Learner(policy, optax.sgd(1.0), single_device(), LearnerOptions(1, logprob_chunk=256))
     nothing = [np.zeros(len(ids), np.float32) for ids in prompts]
     samples = [Sample(ids, zeros == 0, zeros, zeros) for ids, zeros in zip(prompts, nothing, strict=True)]
-    config = LearnerConfig(pack_length=WIDTH, row_widths=1)
+    config = LearnerConfig(pack_length=width, row_widths=1)
     return [values[1:] for values in sample_logprobs(learner, params, samples, config)]
 
 
@@ -108,6 +109,39 @@ def test_log_probabilities_are_those_of_transformers(policy, params, prompts, ex
     for ours, reference in zip(logprobs(policy, params, prompts), expected, strict=True):
         np.testing.assert_allclose(ours, reference, atol=2e-3)
     assert np.mean(np.concatenate(expected)) > -4.5  # it has read English: at random it would be -10.8
+
+
+def test_bfloat16_stays_near(weights, params, prompts, expected):
+    half = tiny(read_hf_config(weights), compute_dtype=jnp.bfloat16)
+    few = slice(3)  # it is slow on a CPU without instructions for it
+    values = logprobs(half, params, prompts[few], sum(LENGTHS[few]))
+    gaps = [np.abs(ours - reference) for ours, reference in zip(values, expected[few], strict=True)]
+    assert np.mean(np.concatenate(gaps)) < 0.05
+    assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
+
+
+def test_saved_folder_is_loaded_by_transformers(weights, params, original, prompts, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    saved = save_folder(params, read_hf_config(weights), tmp_path / "saved", "float32", weights)
+    again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    tokens = torch.tensor(prompts[1], dtype=torch.long)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, original(tokens).logits, rtol=0, atol=0)
+
+
+def test_chat_template_has_its_default_system_turn_or_the_datas(tokenizer):
+    def applied(*messages):
+        return tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True)
+
+    user, system = {"role": "user", "content": "Who?"}, {"role": "system", "content": "Be short."}
+    default, own = applied(user), applied(system, user)
+    assert default.count("<|im_start|>system") == own.count("<|im_start|>system") == 1
+    assert own.count("<|im_start|>system\nBe short.<|im_end|>") == 1
+    # The default names the model, in both of these templates.
+    default_text = default.partition("<|im_start|>system\n")[2].partition("<|im_end|>")[0]
+    assert default_text and default_text not in own
 
 
 def test_greedy_text_equals_transformers(policy, params, weights, original):

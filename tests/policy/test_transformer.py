@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from rounding import close_in_norm
-from tiny_policy import NARROW, WIDER, tiny
+from tiny_policy import NARROW, WIDER, mesh_of, tiny
 
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
+from calibadv_jax.policy.sharding import batch_sharding, param_shardings
 from calibadv_jax.policy.transformer import Numerics
 
 CONFIG = WIDER | {"vocab_size": 64}
@@ -64,6 +65,41 @@ def test_token_sees_nothing_of_the_future(forward, params):
     after = forward(params, np.where(np.arange(LENGTH) < 10, tokens, (tokens + 1) % 64), *places)
     np.testing.assert_array_equal(before[:, :10], after[:, :10])
     assert np.abs(before[:, 10:] - after[:, 10:]).min(axis=-1).max() > 0
+
+
+@pytest.mark.medium
+def test_rematerialised_chunked_attention_equals_plain(params):
+    """The chunk does not divide the row, so that its padding is exercised too."""
+    tokens, positions, _ = rows(2)
+    segments = np.where(np.arange(LENGTH) < 13, 1, 2)[None].repeat(2, 0)
+    weight = jax.random.normal(jax.random.key(2), (2, LENGTH, 64))
+
+    def gradients_and_logits(policy):
+        def objective(params):
+            decoder = policy.merge(params)
+            logits = decoder.logits(decoder(tokens, positions, segments))
+            return jnp.mean(logits * weight), logits
+
+        return jax.jit(jax.grad(objective, has_aux=True))(params)
+
+    expected, logits = gradients_and_logits(tiny(CONFIG))
+    gradients, chunked_logits = gradients_and_logits(tiny(CONFIG, attention_chunk=10, remat="full"))
+    np.testing.assert_allclose(chunked_logits, logits, atol=1e-4)
+    close_in_norm(gradients, expected)
+
+
+@pytest.mark.medium
+def test_eight_devices_equal_one(policy, forward, params):
+    arrays = rows(8)
+    expected = forward(params, *arrays)
+    mesh = mesh_of(data=1, fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, param_shardings(policy.abstract_params, mesh))
+        logits = forward(placed, *jax.device_put(arrays, batch_sharding(mesh)))
+    kernel = placed["layers"]["mlp"]["gate"]["kernel"]
+    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+    assert len(logits.sharding.device_set) == 8
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4)
 
 
 def test_decoding_with_a_cache_equals_packed_rows(policy, forward, params):
@@ -141,5 +177,9 @@ def test_weight_gradients_contract_one_axis():
     gradient = jax.grad(lambda x, weights: jnp.sum(rows_product(x, weights) ** 2), argnums=1)
     program = str(jax.make_jaxpr(gradient)(draw(0, 2, 5, 7), draw(1, 7, 3)))
     assert "dimension_numbers=(([0], [0]), ([], []))" in program
+    derived = jax.grad(lambda x, w: jnp.sum(jnp.einsum("btd,df->btf", x, w) ** 2), argnums=1)
+    assert "dimension_numbers=(([0, 1], [0, 1]), ([], []))" in str(
+        jax.make_jaxpr(derived)(draw(0, 2, 5, 7), draw(1, 7, 3))
+    )
     kinds = {kernel: Numerics(kernel=kernel).product for kernel in ("splash", "triton", "cudnn", "xla")}
     assert kinds.pop("xla") is rows_product and set(kinds.values()) == {jax.lax.dot_general}

@@ -6,6 +6,7 @@ import pytest
 from tiny_policy import NARROW, tiny
 
 from calibadv_jax.policy.weights import (
+    MAX_LISTED_PROBLEMS,
     flatten,
     from_hf,
     hf_shapes,
@@ -74,3 +75,26 @@ def test_misfits_are_named_in_one_line(policy):
             "unexpected a.long [2]",
         )
     ]
+
+
+def test_first_misfits_of_a_policy_are_named_by_their_kind(policy):
+    expected = hf_shapes(policy.abstract_params)
+    shapes = expected | {"lm_head.bias": (20,), "model.embed_tokens.weight": (21, 8)}
+    del shapes["model.norm.weight"], shapes["model.layers.2.self_attn.q_proj.bias"]
+    problems = shape_problems(shapes, expected)
+    assert len(problems) == 4
+    assert summarise_problems(problems) == (
+        "unexpected lm_head.bias [20]; missing model.norm.weight [8];"
+        " model.embed_tokens.weight has shape [21, 8] instead of [20, 8]; and 1 more"
+    )
+
+
+def test_many_misfits_stay_one_short_line(policy):
+    shapes = {f"other.{index}.weight": (1,) for index in range(50)}
+    expected = hf_shapes(policy.abstract_params)
+    problems = shape_problems(shapes, expected)
+    assert len(problems) == len(shapes) + len(expected)
+    named = " ".join(problems)
+    assert all(f" {name} " in named for name in (*shapes, *expected))
+    text = summarise_problems(problems)
+    assert len(text) < 200 and text.endswith(f"; and {len(problems) - MAX_LISTED_PROBLEMS} more")
