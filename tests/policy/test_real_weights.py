@@ -29,7 +29,8 @@ need("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTHS = (50, 80, 130, 240, 1000)  # tokens of the prompts
+LENGTHS = (50, 80, 130, 240, 1000)  # tokens of the prompts; with --all-cases fifty
+MANY_LENGTHS = tuple(np.geomspace(50, 1500, 50).astype(int).tolist())
 WIDTH = 1536  # of a row: more than one block of attention
 ASKED = ("Who wrote Romeo and Juliet?", "What is the capital of France?", "How many days has a week?")
 
@@ -69,15 +70,20 @@ def params(weights, policy):
 
 
 @pytest.fixture(scope="module")
-def prompts(weights):
+def lengths(request):
+    return MANY_LENGTHS if request.config.getoption("--all-cases") else LENGTHS
+
+
+@pytest.fixture(scope="module")
+def prompts(weights, lengths):
     """Texts of the documentation after the protocol's prompt, of many lengths: int32 [N] each."""
     tokenizer = load_tokenizer(weights)
     texts = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
     start = open_prompt(Question("1", ASKED[0], ("x",), "test"), tokenizer, Config().prompt, 2048)[0]
-    written = encode(tokenizer, texts[: 30 * sum(LENGTHS)])
-    pieces = np.split(written, np.cumsum(LENGTHS))[: len(LENGTHS)]
+    written = encode(tokenizer, texts[: 30 * sum(lengths)])
+    pieces = np.split(written, np.cumsum(lengths))[: len(lengths)]
     prompts = [np.concatenate([start, piece]).astype(np.int32)[-len(piece) :] for piece in pieces]
-    assert [len(ids) for ids in prompts] == list(LENGTHS)
+    assert [len(ids) for ids in prompts] == list(lengths)
     return prompts
 
 
@@ -114,7 +120,7 @@ def test_log_probabilities_are_those_of_transformers(policy, params, prompts, ex
 def test_bfloat16_stays_near(weights, params, prompts, expected):
     half = tiny(read_hf_config(weights), compute_dtype=jnp.bfloat16)
     few = slice(3)  # it is slow on a CPU without instructions for it
-    values = logprobs(half, params, prompts[few], sum(LENGTHS[few]))
+    values = logprobs(half, params, prompts[few], sum(map(len, prompts[few])))
     gaps = [np.abs(ours - reference) for ours, reference in zip(values, expected[few], strict=True)]
     assert np.mean(np.concatenate(gaps)) < 0.05
     assert np.mean(np.concatenate(gaps)) > 1e-4  # else it was no bfloat16
@@ -144,7 +150,7 @@ def test_chat_template_has_its_default_system_turn_or_the_datas(tokenizer):
     assert default_text and default_text not in own
 
 
-def test_greedy_text_equals_transformers(policy, params, weights, original):
+def test_greedy_text_equals_transformers(policy, params, weights, original, prompts, all_cases):
     import torch
 
     tokenizer = load_tokenizer(weights)
@@ -152,17 +158,20 @@ def test_greedy_text_equals_transformers(policy, params, weights, original):
     sampler = JaxSampler(policy, StopRule(tokenizer, tokenizer.eos_token_id), config, single_device(), 512)
     questions = [Question("1", text, ("x",), "t") for text in ASKED]
     prompted = [open_prompt(question, tokenizer, Config().prompt, 512)[0] for question in questions]
+    if all_cases:
+        prompted += [ids for ids in prompts if len(ids) < 512 - 64][:20]
+    length = 64 if all_cases else 32
 
     async def completions():
         await sampler.load(0, params)
-        sampling = SamplingParams(32, 0.0, 1.0, 0, 0, ())
+        sampling = SamplingParams(length, 0.0, 1.0, 0, 0, ())
         calls = (sampler.generate(ids.tolist(), sampling, str(n)) for n, ids in enumerate(prompted))
         return await asyncio.gather(*calls)
 
     for ids, completion in zip(prompted, asyncio.run(completions()), strict=True):
         tokens = torch.tensor(ids, dtype=torch.long)[None]
         with torch.no_grad():
-            greedy = original.generate(tokens, max_new_tokens=32, do_sample=False)[0, len(ids) :]
+            greedy = original.generate(tokens, max_new_tokens=length, do_sample=False)[0, len(ids) :]
         assert completion.token_ids == greedy.tolist()
 
 
