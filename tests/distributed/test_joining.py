@@ -93,7 +93,7 @@ def test_process_has_its_own_vllm_workers(sampler, shares):
 class OnMachines(ProcessGroup):
     """All processes have the same config and devices."""
 
-    count = 2
+    process_count = 2
 
     def __init__(self, *machines):
         self.machines = machines
@@ -129,7 +129,7 @@ import json, os, signal, sys, threading
 from pathlib import Path
 import jax, numpy as np
 from jax.experimental import multihost_utils
-from calibadv_jax.cli import end
+from calibadv_jax.cli import run_and_exit
 from calibadv_jax.config import Config, DistributedConfig, RunConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.distributed import joining, watchdog
@@ -192,7 +192,7 @@ for name, index, port, path in json.loads(sys.argv[1]):
         places[pid] = path
     else:
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 2)
-        end(lambda: work(name, index, port))
+        run_and_exit(lambda: work(name, index, port))
 while places:
     pid, status = os.wait()
     statuses[places.pop(pid)] = os.waitstatus_to_exitcode(status)

@@ -149,7 +149,7 @@ def test_learner_uses_the_sampling_temperature(tmp_path, temperature, used):
 class Twice(ProcessGroup):
     """Another process has the same of everything."""
 
-    def exchange(self, what, value):
+    def all_gather(self, what, value):
         return [value, value]
 
 
@@ -163,7 +163,7 @@ def test_published_weights_are_compared_with_workers(tmp_path):
     rollouts.logprobs = {"a": other, "b": other + np.float32([0.25] + [0] * 13)}
     result = state.publish()
     assert result["rollout/workers"] == 2
-    state.hosts, rollouts.metrics = Twice(), lambda: {"rollout/workers_lost": 3.0}
+    state.process_group, rollouts.metrics = Twice(), lambda: {"rollout/workers_lost": 3.0}
     assert state.publish()["rollout/workers"] == 4
     assert state.sampler_metrics() == {"rollout/workers_lost": 6.0}
     assert result["rollout/probe_logprob_diff_max"] == pytest.approx(0.25, abs=1e-5)
@@ -217,11 +217,11 @@ ROLLBACK = GUARDED | {"action": "rollback"}
 def test_taken_over_mirror_ends_all_processes(tmp_path):
     """Only the process that copies can find that out; a save is a program of all."""
     state = make_state(make_config(tmp_path), tmp_path)
-    state.hosts, state.mirror, state.step = MagicMock(), Mock(), 2
+    state.process_group, state.mirror, state.step = MagicMock(), Mock(), 2
     state.mirror.check.side_effect = UserError("run.mirror was taken over")
     with pytest.raises(UserError, match="taken over"):
         state.save_if_due()
-    barrier = state.hosts.barrier
+    barrier = state.process_group.barrier
     barrier.assert_called_once_with("checkpoint")
     assert barrier.return_value.__exit__.call_args.args[0] is UserError and checkpoints(tmp_path) == []
 

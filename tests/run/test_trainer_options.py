@@ -52,7 +52,7 @@ def shared_critics():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(critic, "ValueLoss", functools.cache(critic.ValueLoss))
         patch.setattr(optimizer, "make_schedule", functools.cache(optimizer.make_schedule))
-        for name in ("make_optimizer", "critic_of", "CriticLearner"):
+        for name in ("make_optimizer", "make_critic", "CriticLearner"):
             patch.setattr(critic_learning, name, functools.cache(getattr(critic_learning, name)))
         yield
 

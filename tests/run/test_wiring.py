@@ -60,7 +60,8 @@ def opened(monkeypatch):
 class OneOfTwo(ProcessGroup):
     """As the second of two processes."""
 
-    index, count = 1, 2
+    process_index = 1
+    process_count = 2
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_turns_and_folded_documents_are_said_in_order():
     assert output[2].startswith("  [1]   Ann: word word") and output[2].endswith("…")
     assert len(output[2]) == 120
     assert output[3] == "  [2]   [2JBob: b"  # control characters do not reach the terminal
-    assert output[4:] == ["think   so"] and ask.ending(trajectory) == "answer  Ann"
+    assert output[4:] == ["think   so"] and ask.answer_line(trajectory) == "answer  Ann"
     assert sampler.released == ["ask0"] and [each.temperature for _, each in sampler.sampled] == [0.7, 0.7]
     opened = (text.removeprefix("<think>") for text in (SEARCH, ANSWER))  # by the prompt
     assert talk(*opened, prompt=replace(CONFIG.prompt, prepend_think=True))[0] == output
@@ -59,12 +59,12 @@ def test_turns_and_folded_documents_are_said_in_order():
 )
 def test_missing_answers_and_documents_say_why(texts, retriever, line, end):
     output, trajectory, _ = talk(*texts, retriever=retriever)
-    assert line in output and ask.ending(trajectory).startswith(end)
+    assert line in output and ask.answer_line(trajectory).startswith(end)
 
 
 def test_search_beyond_the_last_one_allowed_is_no_answer():
     output, trajectory, _ = talk(SEARCH, SEARCH)
-    assert ask.ending(trajectory).startswith("no answer: its last search had no turn or no room left")
+    assert ask.answer_line(trajectory).startswith("no answer: its last search had no turn or no room left")
     assert output[-2:] == ["think   look for Ann", "search  who"]
 
 
