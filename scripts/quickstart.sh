@@ -7,7 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 cd "$root"
 venv="${VENV:-$root/.venv}"
-ensure_venv "$venv" cpu
+ensure_venv "$venv" cpu,report # report: the page of curves that the quickstart names at its end
 export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-2}" # small matrix products fill no more than a core
 # Linux, glibc: large pages for the memory that XLA takes anew at every call, else a quarter of an update is
 # page faults.
