@@ -75,7 +75,7 @@ def test_child_has_the_options_of_its_config():
     options = vars(parse([*command[command.index("retriever.serve") + 1 :], "--port", "0"]))
     expected = {"corpus_path": Path("c"), "index_path": Path("c.index"), "pages_path": Path("p")}
     expected |= {"retriever_name": "dense", "retriever_model": "m", "reranker_model": "r"}
-    assert options == options | expected | {"retrieval_topk": 3, "threads": 1}
+    assert options == options | expected | {"retrieval_topk": 2, "threads": 1}
     running = config.at("http://h")  # it has models of its own
     assert running == replace(config, url="http://h", model="", reranker="")
 
