@@ -42,6 +42,7 @@ BEGINS = ("train", "sft", "quickstart", "prepare-data")  # commands that need no
 EXCEPTIONS = {  # words of a command -> why it is not run here
     "--config configs/own_data.yaml": "needs a 3B policy and a running service",
     "--config configs/one_gpu.yaml": "needs a 1.5B policy and a running service",
+    "--config configs/own_data_7b.yaml": "needs a 7B policy and a running service",
     "--tokens 4000": "planned by tests/docs/test_paper_docs.py with the shipped configs",
     "policy.path=PeterJinGo/": "downloads a policy from the hub",
     "plan --config configs/paper/qwen2.5-7b.yaml": "compiles for TPUs and GPUs",

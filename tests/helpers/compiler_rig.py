@@ -14,7 +14,8 @@ SQUARE = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")  # an
 
 def run_with(compiler, file):
     """Runs `file`, with the packages of the folder `compiler` importable; it must succeed."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, compiler)))}
+    places = (ROOT, ROOT / "tests/helpers", compiler)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     command = [sys.executable, str(Path(file).resolve())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
