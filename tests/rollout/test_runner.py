@@ -295,7 +295,7 @@ class Sampler(ScriptedSampler):
     """With the calls that are the run's and not a trajectory's."""
 
     async def load(self, version, params):
-        self.loaded = version, params
+        self.loaded = [*getattr(self, "loaded", []), (version, params)]
 
     async def prompt_logprobs(self, token_ids):
         return {"worker": np.float32(token_ids)}
@@ -358,7 +358,7 @@ def test_sampler_gets_weights_and_services_close_once(open_rollouts):
         assert rollouts.prompt_logprobs([1, 2])["worker"].tolist() == [1, 2]
         assert rollouts.metrics() == {"sampler/tokens": 3.0}
     sampler = rollouts.context.sampler
-    assert sampler.loaded == (7, {"w": 1})
+    assert sampler.loaded == [(7, {"w": 1})]
     assert closings(rollouts) == [1, 1, 1]
 
 
