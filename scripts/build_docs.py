@@ -18,6 +18,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -42,15 +43,19 @@ API = {
     "Trajectories and interfaces": ("calibadv_jax.core.trajectory", "calibadv_jax.core.interfaces"),
     "Advantages": (
         "calibadv_jax.advantages.estimators",
+        "calibadv_jax.advantages.baselines",
+        "calibadv_jax.advantages.score_estimators",
+        "calibadv_jax.advantages.turn_rewards",
+        "calibadv_jax.advantages.gae",
         "calibadv_jax.advantages.calibadv",
         "calibadv_jax.advantages.credit",
         "calibadv_jax.advantages.external",
     ),
-    "Losses": ("calibadv_jax.learner.losses",),
+    "Losses": ("calibadv_jax.learner.losses", "calibadv_jax.learner.objective"),
     "Learner": ("calibadv_jax.learner.learner", "calibadv_jax.learner.batching"),
     "Policy": ("calibadv_jax.policy.architecture", "calibadv_jax.policy.transformer"),
     "Kept trajectories": ("calibadv_jax.rollout_store.reader", "calibadv_jax.rollout_store.schema"),
-    "Retriever": ("retriever.interfaces",),
+    "Retriever": ("retriever.interfaces", "retriever.indexes.backend"),
 }
 
 
@@ -79,8 +84,7 @@ def reading_paths() -> dict[str, list[str]]:
 
 
 def copy_pages(source: Path) -> None:
-    """Copy the pages, and what they show, to a new folder `source`."""
-    shutil.rmtree(source, ignore_errors=True)
+    """Copy the pages, and the images and programs that they show, to a new folder `source`."""
     source.mkdir(parents=True)
     for name in COPIED:
         target = source / name
@@ -107,7 +111,7 @@ def write_api(source: Path) -> list[dict[str, str]]:
 
 
 def write_settings(source: Path, site: Path, api: list[dict[str, str]]) -> Path:
-    """Write the settings with the navigation into build/, and return the file."""
+    """Write the settings with the navigation beside the folder of the pages, and return the file."""
     navigation: list[dict[str, Any]] = [{"Overview": "README.md"}, {"All pages": "docs/README.md"}]
     for heading, pages in reading_paths().items():
         navigation.append({heading: [{title_of(ROOT / page): page} for page in pages]})
@@ -135,12 +139,18 @@ def main(argv: list[str] | None = None) -> int:
     if not (is_installed("mkdocs") and is_installed("material") and is_installed("mkdocstrings")):
         sys.stderr.write("the site needs MkDocs: pip install -e '.[docs]'\n")
         return 2
-    source = site.parent / "docs_source"
-    copy_pages(source)
-    settings = write_settings(source, site, write_api(source))
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(settings)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the notice of a successor of the theme
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    if site.exists() and any(site.iterdir()) and not (site / "objects.inv").is_file():
+        sys.stderr.write(
+            f"--output {site} holds other files, which the build would delete: name a new folder\n"
+        )
+        return 2
+    with TemporaryDirectory(prefix="calibadv-docs-") as folder:
+        source = Path(folder) / "source"
+        copy_pages(source)
+        settings = write_settings(source, site, write_api(source))
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(settings)]
+        environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the notice of a successor of the theme
+        return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 if __name__ == "__main__":

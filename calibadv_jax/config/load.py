@@ -86,18 +86,18 @@ def load_config(
 
 
 def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the config in a text.
+    """Return the config in a text that a run has kept; keys of earlier versions get their present names.
 
     Args:
-        text: YAML or JSON of a config file.
-        name: Name of the file, for messages.
+        text: YAML or JSON of a config.
+        name: Name of the file that holds the text, for messages.
         overrides: Overrides ``key.path=value``; see `load_config`.
 
     Raises:
         UserError: The text is not YAML, a key is unknown, or a value cannot work.
     """
     with _errors_of(name):
-        loaded = _checked(OmegaConf.create(text), name)
+        loaded = _checked(OmegaConf.create(text), name, is_kept=True)
     return _merge([(name, loaded)], overrides)
 
 

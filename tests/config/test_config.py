@@ -11,6 +11,7 @@ import yaml
 from calibadv_jax.config import Config, OptimizerConfig, dump_config, hint_for_key, known_keys, load_config
 from calibadv_jax.config.kept import newest_start
 from calibadv_jax.config.keys import PEER_PAGE, REMOVED, RENAMED, peer_keys
+from calibadv_jax.config.load import parse_config
 from calibadv_jax.core.errors import UserError
 from scripts import document_config, document_peer_keys
 
@@ -330,6 +331,15 @@ def test_depths_of_reranking_are_read_from_a_run(tmp_path, old, topk, candidates
     (kept / "0.json").write_text("{}")
     retriever = load_config(kept / "0.yaml").retriever
     assert (retriever.topk, retriever.rerank_candidates) == (topk, candidates)
+
+
+def test_config_in_kept_trajectories_is_read_under_its_earlier_names():
+    text = (
+        '{"learner": {"row_length": 32768}, "retriever": {"topk": 5, "retrieval_topk": 0, "rerank_topk": 0}}'
+    )
+    config = parse_config(text, "step_1.parquet", ["rollout.group_size=7"])
+    assert config.learner.pack_length == 32768 and config.rollout.group_size == 7
+    assert (config.retriever.topk, config.retriever.rerank_candidates) == (5, 0)
 
 
 def test_earlier_depths_of_reranking_are_refused_with_a_hint(write):

@@ -24,6 +24,9 @@ def test_site_builds_without_a_warning(tmp_path, capfd):
     assert expected <= pages
     reference = (tmp_path / "site/api/advantages.html").read_text(encoding="utf-8")
     assert "compute_advantages" in reference
+    assert build_docs.main(["--output", str(tmp_path / "site")]) == 0, (
+        "a site of an earlier build is replaced"
+    )
 
 
 def test_dead_link_fails_the_build(tmp_path, monkeypatch, capfd):
@@ -44,3 +47,11 @@ def test_without_the_extra_the_message_names_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "mkdocs", None)
     assert build_docs.main(["--output", str(tmp_path / "site")]) == 2
     assert "pip install -e '.[docs]'" in capfd.readouterr().err
+
+
+def test_folder_with_other_files_is_refused(tmp_path, capfd):
+    """MkDocs empties the folder of the site before it builds."""
+    (tmp_path / "notes.txt").write_text("mine")
+    assert build_docs.main(["--output", str(tmp_path)]) == 2
+    assert f"--output {tmp_path} holds other files" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hosts_rig import free_port
+from mcp_calls import call_in_one_connection
 
 from calibadv_jax.config import McpConfig
 from calibadv_jax.contrib import mcp_tools
@@ -46,33 +47,19 @@ def server(request):
         yield config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
 
 
-def asked(config, action, *bodies):
-    """What each body brings, over one connection."""
-
-    async def ask():
-        outcomes = []
-        for body in bodies:
-            outcomes += await asyncio.gather(action.call(action.parse(body)), return_exceptions=True)
-        await action.close()
-        return outcomes
-
-    action._server.config = config
-    return asyncio.run(ask())
-
-
 def test_tools_of_a_real_server_are_actions(server):
     config, actions = server
     assert set(actions) >= {"weather", "add", "slow_one"}
     assert actions["weather"].argument == "city" and actions["large"].may_be_empty
     assert actions["add"].argument == '{"left": integer, "right": integer}'
-    plain, as_json = asked(config, actions["weather"], "Rome", '{"city": "Oslo"}')
+    plain, as_json = call_in_one_connection(config, actions["weather"], "Rome", '{"city": "Oslo"}')
     assert (plain.text, as_json.text) == ("sunny in Rome", "sunny in Oslo")
 
 
 def test_refused_arguments_do_not_end_the_connection(server):
     config, actions = server
     bodies = ('{"left": -1, "right": 3}', '{"left": "x"}', '{"left": "\\ud800"}', '{"left": 2, "right": 3}')
-    *refused, total = asked(config, actions["add"], *bodies)
+    *refused, total = call_in_one_connection(config, actions["add"], *bodies)
     assert {type(error) for error in refused} == {ActionRefused}
     assert "add" in str(refused[0])
     assert total.text == "5"
@@ -80,9 +67,9 @@ def test_refused_arguments_do_not_end_the_connection(server):
 
 def test_long_replies_and_documents_are_read(server):
     config, actions = server
-    (large,) = asked(config, actions["large"], "")
+    (large,) = call_in_one_connection(config, actions["large"], "")
     assert len(large.text) > 10_000_000
-    (book,) = asked(config, actions["book"], "")
+    (book,) = call_in_one_connection(config, actions["book"], "")
     (document,) = book.documents
     assert (document.id, document.text) == ("shelf://book", "<search> a page </search>")
 
@@ -91,7 +78,7 @@ def test_slow_tool_of_a_real_server_fails_its_trajectory_only(server, monkeypatc
     config, actions = server
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
     timed = replace(config, timeout=3)
-    slow, quick = asked(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
+    slow, quick = call_in_one_connection(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
     assert isinstance(slow, RequestFailed) and slow.service == "slow_one"
     assert "no reply within 3 s" in str(slow)
     assert quick.text == "late"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from mcp_calls import call_in_one_connection
 
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
@@ -30,35 +31,21 @@ def server(monkeypatch):
     return config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
 
 
-def asked(config, action, *bodies):
-    """What each body brings, over one connection."""
-
-    async def ask():
-        outcomes = []
-        for body in bodies:
-            outcomes += await asyncio.gather(action.call(action.parse(body)), return_exceptions=True)
-        await action.close()
-        return outcomes
-
-    action._server.config = config
-    return asyncio.run(ask())
-
-
 def test_servers_tools_are_actions(server):
     config, actions = server
     assert set(actions) >= {"weather", "add", "slow_one"}  # a tag has no hyphen
     assert actions["weather"].argument == "city" and actions["large"].may_be_empty
     assert actions["add"].argument == '{"left": integer, "right": integer}'
-    plain, as_json = asked(config, actions["weather"], "Rome", '{"city": "Oslo"}')
+    plain, as_json = call_in_one_connection(config, actions["weather"], "Rome", '{"city": "Oslo"}')
     assert (plain.text, as_json.text) == ("sunny in Rome", "sunny in Oslo")
     bodies = ('{"left": 2, "right": 3}', '{"left": -1, "right": 3}', '{"left": "x"}', '{"left": "\\ud800"}')
-    total, *refused = asked(config, actions["add"], *bodies)
+    total, *refused = call_in_one_connection(config, actions["add"], *bodies)
     # The policy reads why, and goes on; nothing of it ends the connection.
     assert total.text == "5" and {type(error) for error in refused} == {ActionRefused}
     assert "add" in str(refused[0])
-    (large,) = asked(config, actions["large"], "")
+    (large,) = call_in_one_connection(config, actions["large"], "")
     assert len(large.text) > 10_000_000
-    (book,) = asked(config, actions["book"], "")
+    (book,) = call_in_one_connection(config, actions["book"], "")
     (document,) = book.documents
     assert (document.id, document.text) == ("shelf://book", "<search> a page </search>")
 
@@ -67,7 +54,7 @@ def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     config, actions = server
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
     timed = replace(config, timeout=0.5, patience=1)
-    slow, quick = asked(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
+    slow, quick = call_in_one_connection(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
     assert isinstance(slow, RequestFailed) and slow.service == "slow_one"
     assert "no reply within 0.5 s" in str(slow) and quick.text == "late"
 
@@ -222,7 +209,9 @@ def test_reply_has_texts_documents_and_names(fake):
         result(text("no"), text("such"), is_error=True),
     ]
     (action,) = fake_actions()
-    whole, structured, empty, refused = asked(action._server.config, action, "a", "b", "c", "d")
+    whole, structured, empty, refused = call_in_one_connection(
+        action._server.config, action, "a", "b", "c", "d"
+    )
     assert whole.text == "first\n[resource]\nmore: shelf://more\n[image]"
     assert whole.documents == (Document(page.uri, page.uri, "a page"),)
     assert (structured.text, empty.text, structured.documents) == ('{"found": "Ü"}', "", ())
@@ -235,7 +224,7 @@ def test_errors_of_a_server_are_borne_three_times(fake):
     broken = [mcp.MCPError(-32603, "it\nbroke " + "x" * 300) for _ in range(http_client.BAD_REPLIES)]
     fake.replies = [*broken[1:], result(text("a")), *broken]
     (action,) = fake_actions()
-    good, failed = asked(action._server.config, action, "a", "b")
+    good, failed = call_in_one_connection(action._server.config, action, "a", "b")
     assert good.text == "a" and len(fake.calls) == 6 and fake.opened == 2
     assert type(failed) is RequestFailed and failed.service == "look_up"
     assert str(failed).startswith("MCP server fake: error -32603: it broke xxx") and len(str(failed)) < 250
@@ -254,7 +243,7 @@ def test_errors_of_a_server_are_borne_three_times(fake):
 def test_lost_connection_is_made_again(fake, error, texts, opened):
     fake.replies = [error, result(text("a")), result(text("b"))]
     (action,) = fake_actions(patience=20)
-    outcomes = asked(action._server.config, action, "a", "b")
+    outcomes = call_in_one_connection(action._server.config, action, "a", "b")
     assert [getattr(outcome, "text", str(outcome)) for outcome in outcomes] == texts
     assert (type(outcomes[0]) is ActionRefused) == (opened == 2) and fake.opened == opened
 
@@ -262,7 +251,7 @@ def test_lost_connection_is_made_again(fake, error, texts, opened):
 def test_server_that_stays_away_fails_the_trajectory(fake):
     (action,) = fake_actions()
     fake.opens = [ExceptionGroup("several", [ExceptionGroup("inner", [ValueError("no\nluck")])])] * 10_000
-    (failed,) = asked(action._server.config, action, "a")
+    (failed,) = call_in_one_connection(action._server.config, action, "a")
     assert type(failed) is RequestFailed
     assert str(failed) == "MCP server fake: ValueError: no luck (no module here)"
     assert 2 <= 10_000 - len(fake.opens) < 1_000 and not fake.calls
