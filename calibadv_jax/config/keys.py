@@ -34,6 +34,7 @@ REMOVED = {
 RENAMED = {
     "rollout.replace_tied": "rollout.dynamic_sampling",
     "learner.row_length": "learner.pack_length",
+    "sft.row_length": "sft.pack_length",
     "learner.optimizer.warmup_steps": "learner.optimizer.warmup_updates",
     "critic.optimizer.warmup_steps": "critic.optimizer.warmup_updates",
     "sft.optimizer.warmup_steps": "sft.optimizer.warmup_updates",

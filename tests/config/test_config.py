@@ -348,6 +348,19 @@ def test_earlier_depths_of_reranking_are_refused_with_a_hint(write):
         assert f"unknown key 'retriever.{old}'; did you mean 'retriever.{new}'?" in message
 
 
+def test_whole_config_that_version_0_2_0_kept_is_read(tmp_path):
+    """Every key of that version is there: a quickstart wrote the file."""
+    text = (Path(__file__).parent / "kept_by_0_2_0.yaml").read_text(encoding="utf-8")
+    kept = tmp_path / "configs"
+    kept.mkdir()
+    (kept / "0.yaml").write_text(text)
+    (kept / "0.json").write_text("{}")
+    config = load_config(kept / "0.yaml")
+    assert (config.sft.pack_length, config.learner.pack_length) == (320, 384)
+    assert config.retriever.topk == 3 and config.retriever.rerank_candidates is None
+    assert parse_config(text, "step_1.parquet").learner == config.learner
+
+
 def test_every_renamed_key_has_a_hint():
     hints = {key.name: key.keys for key in peer_keys()}
     for old, new in RENAMED.items():
