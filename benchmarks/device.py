@@ -34,7 +34,7 @@ from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.sampler.jax_sampler import JaxSampler
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "rope_theta": 1e6, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {

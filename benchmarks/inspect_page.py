@@ -22,7 +22,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.generated_run import make_run
-from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.page_server import make_server
 from calibadv_jax.contrib.pages.site import Site
 
 TIME_FILTER = """([name, value]) => {

@@ -20,7 +20,7 @@ from calibadv_jax.config import Config, dump_config, hint_for_key, load_config
 from calibadv_jax.core.cpu import CPU_DEVICES, tune_for_cpu, use_large_pages
 from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
 from calibadv_jax.core.secrets import redact
-from calibadv_jax.core.stopping import exit_process
+from calibadv_jax.core.signals import exit_process
 
 # Largest width of a policy whose matrix products use no more than one core.
 SMALL_WIDTH = 512

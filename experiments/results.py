@@ -11,7 +11,7 @@ from typing import Any
 from calibadv_jax.contrib.report.runs import IGNORED, Run, flatten, read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
-from calibadv_jax.evaluation.report import ALL, AVERAGE
+from calibadv_jax.evaluation.score_tables import ALL, AVERAGE
 from experiments.arms import METHODS, Arm, parse_name, plan
 from experiments.measures import (
     FORMAT,

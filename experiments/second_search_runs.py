@@ -27,7 +27,7 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.metrics.console import table
-from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.metrics.metrics_writer import read_metrics
 from calibadv_jax.rollout_store.reader import find_step, read_step
 from experiments import figures as evidence_figures
 from experiments.arms import METHODS, parse_name

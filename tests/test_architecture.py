@@ -46,7 +46,7 @@ OPTIONAL = {
 CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
-        *("commands.evaluate", "metrics.backends", "run.critic"),
+        *("commands.evaluate", "metrics.trackers", "run.critic_training"),
         *("policy.kernels.blockwise", "policy.kernels.flash"),
         *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),
         *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.rollout_workers"),

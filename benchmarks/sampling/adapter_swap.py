@@ -31,7 +31,7 @@ from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.run.model import AdapterBase
 from calibadv_jax.sampler.rollout_workers import VllmWorkerProcess
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version

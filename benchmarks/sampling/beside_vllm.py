@@ -62,7 +62,7 @@ from calibadv_jax.run.model import build_model
 from calibadv_jax.sampler import engine
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.rollout_workers import open_workers
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore, snapshot_version

@@ -48,7 +48,7 @@ from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import Model, build_model, initial_params
 from calibadv_jax.sampler.jax_sampler import JaxSampler
 from calibadv_jax.sampler.rollout_workers import open_workers
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.publish import SnapshotStore
 

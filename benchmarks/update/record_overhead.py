@@ -33,7 +33,7 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands import train
 from calibadv_jax.config import Config, load_config
 from calibadv_jax.core.trajectory import Document, Group
-from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.writer import RolloutWriter
 

@@ -31,8 +31,8 @@ import numpy as np
 
 from calibadv_jax.commands.sft import encode_demonstration
 from calibadv_jax.config import Config, LearnerConfig, load_config
-from calibadv_jax.contrib.worlds.demonstrations import imperfect
 from calibadv_jax.contrib.worlds.world import write_world
+from calibadv_jax.contrib.worlds.world_demonstrations import imperfect
 from calibadv_jax.learner.batching import RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
 from calibadv_jax.learner.objective import negative_log_likelihood, policy_gradient

@@ -21,13 +21,13 @@ from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.questions import answer_warnings, load_questions, select_evenly
 from calibadv_jax.distributed.joining import require_single_process
 from calibadv_jax.evaluation.methods import METHODS, method_config, method_retriever, with_passages
 from calibadv_jax.evaluation.records import RowFile, RowKey, ScoredRow, evaluation_identity, make_row
-from calibadv_jax.evaluation.report import (
+from calibadv_jax.evaluation.score_tables import (
     Means,
     ScoreReport,
     csv_table,
@@ -40,7 +40,7 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, judge_hash, tools_hash
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts

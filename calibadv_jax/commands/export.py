@@ -21,7 +21,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.distributed.joining import require_single_process
-from calibadv_jax.evaluation.report import ScoreReport, markdown_table
+from calibadv_jax.evaluation.score_tables import ScoreReport, markdown_table
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params

@@ -26,7 +26,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.tags import Grammar, neutralise_observation, parse_turn, text_after_opening
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
@@ -35,17 +35,17 @@ from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, t
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
 from calibadv_jax.learner.objective import negative_log_likelihood
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
-from calibadv_jax.metrics.backends import open_backends
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
-from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.metrics.metrics_writer import MetricsWriter
+from calibadv_jax.metrics.trackers import open_backends
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
-from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.folder import COLD_START
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params

@@ -19,7 +19,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import answer_warnings, load_questions
@@ -27,16 +27,16 @@ from calibadv_jax.distributed.joining import init_distributed
 from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Verdict, guard_metrics
+from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.metrics.shown_steps import StepReporter
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
-from calibadv_jax.metrics.writer import MetricsWriter
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout_store.writer import RolloutWriter
-from calibadv_jax.run.actions import make_actions
 from calibadv_jax.run.choices import describe_choices
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import check_processes_agree
 from calibadv_jax.run.folder import check_service, enter_run_folder
 from calibadv_jax.run.model import Model, build_model
@@ -46,7 +46,7 @@ from calibadv_jax.run.wiring import check_inputs, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
 if TYPE_CHECKING:
-    from calibadv_jax.metrics.backends import MetricsBackend
+    from calibadv_jax.metrics.trackers import MetricsBackend
     from calibadv_jax.snapshots.mirror import Mirror
 
 PROFILE = "profile"  # folder of the trace of log.profile_step, in the run's folder
@@ -509,7 +509,7 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
         record = RolloutWriter(folder, config, first)
         backends: list[MetricsBackend] = []
         if config.log.backends:
-            from calibadv_jax.metrics.backends import open_backends
+            from calibadv_jax.metrics.trackers import open_backends
 
             backends = open_backends(config.log, folder, first, state.console.warn)
         writer = stack.enter_context(MetricsWriter(folder, backends, first))

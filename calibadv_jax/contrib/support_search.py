@@ -19,7 +19,7 @@ from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.contrib.cli.prepare_data import question_key
 from calibadv_jax.core.errors import QueryRefused, UserError
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.files import read_rows
+from calibadv_jax.data.row_files import read_rows
 from calibadv_jax.services.retriever_client import RetrieverClient
 
 MAX_CONCURRENT_QUESTIONS = 128  # the client puts the queries of several questions into one request

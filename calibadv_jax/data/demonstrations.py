@@ -13,9 +13,9 @@ import numpy as np
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_formed
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question
+from calibadv_jax.data.row_files import read_rows
 
 # Key of a row's messages -> the keys of role and text in each message: OpenAI's names, and ShareGPT's.
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}

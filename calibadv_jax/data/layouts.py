@@ -17,7 +17,7 @@ from typing import Any
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.files import OPEN_LIST, DataRow, parse_list
+from calibadv_jax.data.row_files import OPEN_LIST, DataRow, parse_list
 
 NO_COLUMNS = ColumnsConfig()
 # The text before the question in the prompts of Search-R1 and of the CalibAdv authors.
@@ -134,7 +134,7 @@ def values_of(value: Any, where: str, key: str) -> list[Any]:
     """Return the items of a value that are not missing.
 
     Args:
-        value: A single item, a list of items, or a list that is written as text; see `files.parse_list`.
+        value: A single item, a list of items, or a list that is written as text; see `row_files.parse_list`.
         where: Place of the row, for messages.
         key: Key of the value, for messages.
 

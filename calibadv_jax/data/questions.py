@@ -18,7 +18,6 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.tags import well_formed
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data.files import Sources, find_files, read_rows
 from calibadv_jax.data.layouts import (
     NO_COLUMNS,
     OUR_LAYOUT,
@@ -28,6 +27,7 @@ from calibadv_jax.data.layouts import (
     layout_of,
     undo_pandas_number,
 )
+from calibadv_jax.data.row_files import Sources, find_files, read_rows
 
 ROLES = ("system", "user", "assistant")
 # Nearly all rows share a prompt, which is kept in memory once.

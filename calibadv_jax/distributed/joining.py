@@ -24,7 +24,7 @@ from calibadv_jax.core.errors import (
     is_lost_process,
     storage_errno,
 )
-from calibadv_jax.core.stopping import Stop, exit_process_now
+from calibadv_jax.core.signals import Stop, exit_process_now
 from calibadv_jax.distributed.process_group import MultiProcessGroup, ProcessGroup
 from calibadv_jax.distributed.rendezvous import wait_for_processes
 from calibadv_jax.metrics.console import Console

@@ -34,7 +34,7 @@ from calibadv_jax.core.errors import (
     UserError,
     exit_status,
 )
-from calibadv_jax.core.stopping import REMOTE_STOP_STATUS, Stop
+from calibadv_jax.core.signals import REMOTE_STOP_STATUS, Stop
 from calibadv_jax.distributed.all_gather import AllGather
 from calibadv_jax.distributed.save_barrier import SaveBarrier
 from calibadv_jax.distributed.serialization import from_bytes, to_bytes

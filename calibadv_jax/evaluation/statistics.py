@@ -8,7 +8,12 @@ import numpy as np
 from scipy.stats import permutation_test
 
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation.report import RESAMPLED_ELEMENTS, Strata, bootstrap_interval, stratified_mean
+from calibadv_jax.evaluation.score_tables import (
+    RESAMPLED_ELEMENTS,
+    Strata,
+    bootstrap_interval,
+    stratified_mean,
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.distributed.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import check_reward
-from calibadv_jax.run.actions import describe_actions
+from calibadv_jax.run.configured_actions import describe_actions
 
 
 def describe_choices(config: Config) -> list[str]:

@@ -14,7 +14,7 @@ from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.distributed.process_group import ProcessGroup
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_health import index_identity as index_identity

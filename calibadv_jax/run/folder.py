@@ -27,7 +27,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.metrics.console import table
-from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.metrics.metrics_writer import read_metrics
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run.comparison import (
     COLD_START_KEYS,

@@ -23,7 +23,7 @@ from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.rollout.observation import decode, encode
-from calibadv_jax.sampler.stopping import end_of_text_ids
+from calibadv_jax.sampler.stop_rule import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
 from calibadv_jax.snapshots.weight_files import weights_hash

@@ -27,7 +27,7 @@ from calibadv_jax.rollout_store.schema import Logprobs
 from calibadv_jax.run.model import Model, initial_params
 
 if TYPE_CHECKING:
-    from calibadv_jax.run.critic import Critic
+    from calibadv_jax.run.critic_training import Critic
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Trainer:
         if self.config.keeps_initial_policy:
             self.reference = self._initial_reference(base, trained)
         if self.config.advantage.has_critic:
-            from calibadv_jax.run.critic import Critic
+            from calibadv_jax.run.critic_training import Critic
 
             critic_source: Params | None = None
             if params is not None:

@@ -23,9 +23,9 @@ from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.run.actions import check_tags, make_actions
+from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.model import AdapterBase, Model, read_base
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
 

@@ -20,11 +20,11 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.interfaces import Completion, Sampler, SamplingParams
-from calibadv_jax.core.stopping import await_in_daemon_thread
+from calibadv_jax.core.signals import await_in_daemon_thread
 from calibadv_jax.policy.sharding import replicated
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.sampler.engine import CacheEngine, DecodeRows
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 
 QUIET = 0.002  # seconds without a new request after which an idle sampler begins to decode
 MOST_WAITS = 10  # largest number of times that it waits for QUIET seconds

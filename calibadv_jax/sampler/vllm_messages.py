@@ -10,7 +10,7 @@ from typing import Any
 from calibadv_jax.core.interfaces import Completion, SamplingParams
 from calibadv_jax.core.tags import to_printable_line
 from calibadv_jax.core.trajectory import StopReason
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 
 HIGHEST_LOGPROB = 1e-4  # nats; a log-probability is above 0 only by rounding
 LOWEST_LOGPROB = -9999.0  # nats; vLLM's minus infinity, which no sampled token can have

@@ -22,7 +22,7 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.core.errors import REFUSAL, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Completion, SamplingParams
 from calibadv_jax.sampler.rollout_workers import ask_alive, ask_label
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.sampler.vllm_messages import completion_request, error_message, read_completion
 from calibadv_jax.services.http_client import (
     BadReply,

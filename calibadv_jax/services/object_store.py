@@ -16,7 +16,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
 from calibadv_jax.core.files import atomic_write
-from calibadv_jax.core.stopping import start_daemon_thread
+from calibadv_jax.core.signals import start_daemon_thread
 
 STALL_SECONDS = 60  # seconds without progress after which a store is given up
 REPORT_SECONDS = 15  # seconds between two lines about a wait

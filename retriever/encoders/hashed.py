@@ -12,7 +12,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from retriever.corpus.passages import split_contents
-from retriever.encoders.files import reading
+from retriever.encoders.kept_files import reading
 from retriever.encoders.tokenizer import tokenize
 from retriever.interfaces import CorpusRow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from retriever.encoders.dense import PROBE_FILE, PROBE_TEXT, RECIPES, DenseEncoder
-from retriever.encoders.files import reading
 from retriever.encoders.hashed import HashedEncoder
+from retriever.encoders.kept_files import reading
 from retriever.errors import RetrieverError
 from retriever.interfaces import CorpusRow, Encoder
 

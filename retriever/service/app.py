@@ -17,13 +17,13 @@ from retriever.encoders.reranker import Reranker
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.interfaces import Searcher
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Engine
 from retriever.service.identity import index_identity
 from retriever.service.limits import Limits
 from retriever.service.metrics import Metrics
 from retriever.service.middleware import BodyLimit, Measure, RequireToken
 from retriever.service.replies import error_reply, render, render_pages, reply_with, while_connected
 from retriever.service.schemas import AccessRequest, RetrieveRequest
+from retriever.service.search_engine import Engine
 
 TITLE = "calibadv retriever"
 # Seconds after which a refused client may come back.

@@ -24,7 +24,7 @@ from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.evaluation import methods
 from calibadv_jax.evaluation.methods import MAX_DRAWS, RandomDocuments, method_config
-from calibadv_jax.evaluation.report import table_rows
+from calibadv_jax.evaluation.score_tables import table_rows
 from calibadv_jax.metrics.console import Console
 
 

@@ -25,7 +25,7 @@ from calibadv_jax.commands import evaluate, train
 from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.distributed.process_group import ProcessGroup

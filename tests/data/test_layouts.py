@@ -19,11 +19,11 @@ from calibadv_jax.config import ColumnsConfig, load_config
 from calibadv_jax.contrib.cli import prepare_data
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data import files
+from calibadv_jax.data import row_files
 from calibadv_jax.data.demonstrations import load_demonstrations
-from calibadv_jax.data.files import read_rows
 from calibadv_jax.data.layouts import LAYOUTS, NoAnswer, layout_of
 from calibadv_jax.data.questions import answer_warnings, load_questions, question_row, write_questions
+from calibadv_jax.data.row_files import read_rows
 from retriever import prepare_corpus
 
 PROMPT = "Reason inside <think> and </think>. Question: {}\n"
@@ -212,7 +212,7 @@ def test_large_parquet_columns_are_not_read(tmp_path):
     unread = {"supporting_facts": ["a"], "evidences": ["b"], "context": ["c"]}
     row = {"id": "1", "question": "x", "answer": "y"}
     path = write_rows(tmp_path / "q.parquet", row | unread)
-    ((_, result),) = files.read_rows(path)
+    ((_, result),) = row_files.read_rows(path)
     assert result == row | dict.fromkeys(unread)
     assert load_questions(path)[0].data_source == "2wikimultihopqa", "their names tell the layout"
 
@@ -245,7 +245,7 @@ def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
 
 
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BATCH_ROWS", 2)
+    monkeypatch.setattr(row_files, "BATCH_ROWS", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
         load_questions(write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, ASKED | {"answer": ""}))
 

@@ -15,10 +15,10 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
-from calibadv_jax.data.files import source_of
 from calibadv_jax.data.layouts import undo_pandas_number
 from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions, read_questions, select_evenly, write_questions
+from calibadv_jax.data.row_files import source_of
 
 GOOD = {"id": "1", "question": "who?", "golden_answers": ["me"], "data_source": "nq"}
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.demonstrations import GENERATORS, imperfect
 from calibadv_jax.contrib.worlds.words import POOLS, build_word_tokenizer
 from calibadv_jax.contrib.worlds.world import (
     ASKERS,
@@ -23,6 +22,7 @@ from calibadv_jax.contrib.worlds.world import (
     split_of,
     write_world,
 )
+from calibadv_jax.contrib.worlds.world_demonstrations import GENERATORS, imperfect
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.run.model import load_tokenizer

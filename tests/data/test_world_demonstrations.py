@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.demonstrations import Flaws, imperfect, lookups
 from calibadv_jax.contrib.worlds.world import RUMOUR
+from calibadv_jax.contrib.worlds.world_demonstrations import Flaws, imperfect, lookups
 from examples.own_tool import Calculator
 
 PLAIN = WorldConfig()

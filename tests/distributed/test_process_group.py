@@ -10,7 +10,7 @@ import pytest
 from process_rig import run_all
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.core.stopping import REMOTE_STOP_STATUS, Stop
+from calibadv_jax.core.signals import REMOTE_STOP_STATUS, Stop
 from calibadv_jax.distributed import all_gather
 from calibadv_jax.distributed.all_gather import AllGather
 from calibadv_jax.distributed.process_group import SINGLE_PROCESS

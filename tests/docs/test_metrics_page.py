@@ -19,7 +19,7 @@ from calibadv_jax.commands.train import train
 from calibadv_jax.config import load_config
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.contrib.worlds.world import write_world
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.metrics.catalogue import Metric, authors_names, find_metric, metrics
 from calibadv_jax.metrics.console import Console

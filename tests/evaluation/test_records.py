@@ -16,7 +16,7 @@ from calibadv_jax.config import Config, parse_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.evaluation import report
+from calibadv_jax.evaluation import score_tables
 from calibadv_jax.evaluation.records import (
     RowFile,
     evaluation_identity,
@@ -26,7 +26,7 @@ from calibadv_jax.evaluation.records import (
     read_scores,
     row_key,
 )
-from calibadv_jax.evaluation.report import (
+from calibadv_jax.evaluation.score_tables import (
     ScoreReport,
     bootstrap_interval,
     bootstrap_intervals_of_sums,
@@ -232,9 +232,9 @@ FIRST = np.array([1.0, 0.0, 0.5, 0.2, 0.9, 0.4])
 SECOND = np.array([0.2, 0.8, 0.6])
 
 
-@pytest.mark.parametrize("elements", [report.RESAMPLED_ELEMENTS, 70])  # 70: eleven resamples at a time
+@pytest.mark.parametrize("elements", [score_tables.RESAMPLED_ELEMENTS, 70])  # 70: eleven resamples at a time
 def test_interval_is_that_of_scipy(monkeypatch, elements):
-    monkeypatch.setattr(report, "RESAMPLED_ELEMENTS", elements)
+    monkeypatch.setattr(score_tables, "RESAMPLED_ELEMENTS", elements)
     expected = bootstrap(
         (FIRST, SECOND),
         lambda first, second, axis: (np.mean(first, axis=axis) + np.mean(second, axis=axis)) / 2,

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from calibadv_jax.config import load_config
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.metrics.console import Console
-from calibadv_jax.run import actions
+from calibadv_jax.run import configured_actions
 from calibadv_jax.run.folder import enter_run_folder
 from calibadv_jax.snapshots.mirror import open_mirror
 from examples.own_tool import Calculator
@@ -36,7 +36,9 @@ CALCULATOR = "tools=[search, 'examples.own_tool:Calculator']"
 def another_calculator(monkeypatch, purpose):
     """As if a new process found another version of the user's code, or a server said so."""
     monkeypatch.setattr(Calculator, "purpose", purpose)
-    monkeypatch.setattr(actions, "_build_actions", functools.cache(actions._build_actions.__wrapped__))
+    monkeypatch.setattr(
+        configured_actions, "_build_actions", functools.cache(configured_actions._build_actions.__wrapped__)
+    )
 
 
 def write_inputs(folder, scale=1.0, adapters=1.0, prompt="Judge."):

@@ -14,7 +14,7 @@ from hosts_rig import UNTIMED, rows  # noqa: F401
 from tiny_policy import NARROW, Letters, single_device, tiny
 
 from calibadv_jax.commands.train import train
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.data.questions import write_questions
 from calibadv_jax.learner import learner, objective, optimizer

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.generated_run import answer_turn, make_tokenizer, make_turn, search_turn, write_run
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.page_server import make_server
 from calibadv_jax.contrib.pages.site import Site
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory
 

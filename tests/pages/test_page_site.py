@@ -21,7 +21,7 @@ from benchmarks.generated_run import make_turn, write_run
 from calibadv_jax.config import Config, PromptConfig, dump_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.contrib.pages import notebook
-from calibadv_jax.contrib.pages.server import POLICY, make_server
+from calibadv_jax.contrib.pages.page_server import POLICY, make_server
 from calibadv_jax.contrib.pages.site import FLAGS, Site
 from calibadv_jax.contrib.pages.transcript import Pieces, observation_parts
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer

@@ -22,7 +22,7 @@ from calibadv_jax.rollout.observation import Observations, encode, neutralise_do
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.snapshots.huggingface import load_params, read_hf_config, save_folder
 
 need("torch")

@@ -12,7 +12,7 @@ from report_rig import keep_step, learning_curve, make_run, two_configs
 from benchmarks.generated_run import make_group, make_tokenizer, write_run
 from calibadv_jax import cli
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.page_server import make_server
 from calibadv_jax.contrib.pages.site import Site
 from calibadv_jax.contrib.report.gather import Gathered
 from calibadv_jax.contrib.report.page import render

@@ -22,7 +22,7 @@ from calibadv_jax.rollout.actions import GuardedAction, SearchAction, grammar_of
 from calibadv_jax.rollout.agent import run_trajectory, turn_seed
 from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, open_prompt
-from calibadv_jax.run.actions import check_tags, describe_actions, make_actions
+from calibadv_jax.run.configured_actions import check_tags, describe_actions, make_actions
 
 SEARCH = "<think> a </think>\n<search> ann </search>"
 ANSWER = "<think> b </think>\n<answer> Ann </answer>"

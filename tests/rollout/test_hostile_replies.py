@@ -19,7 +19,7 @@ from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.agent import run_trajectory
 from calibadv_jax.rollout.observation import neutralise_reply
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 
 SERVER = shlex.join([sys.executable, str(Path(__file__).with_name("forging_server.py"))])
 OWN_TOOLS = ("search", "access", f"{__name__}:Tool")

@@ -27,7 +27,7 @@ from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout_store.schema import VERSION
 from calibadv_jax.rollout_store.writer import RolloutWriter
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 
 SHELVED = {"id": "d1", "title": "Title", "text": "Text.", "score": 0.5}
 

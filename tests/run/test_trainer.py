@@ -31,7 +31,7 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.commands import train
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.learner.step import StepResult
 from calibadv_jax.metrics.console import Console

@@ -36,7 +36,7 @@ from calibadv_jax.learner import critic as critic_learning
 from calibadv_jax.learner import optimizer
 from calibadv_jax.metrics.catalogue import find_metric
 from calibadv_jax.rollout_store.reader import find_step, read_step
-from calibadv_jax.run import critic
+from calibadv_jax.run import critic_training
 from calibadv_jax.snapshots.checkpoint import restore_params
 
 pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
@@ -50,7 +50,7 @@ CURRICULUM = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
 def shared_critics():
     """Critics of equal settings have one learner, whose programs are compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(critic, "ValueLoss", functools.cache(critic.ValueLoss))
+        patch.setattr(critic_training, "ValueLoss", functools.cache(critic_training.ValueLoss))
         patch.setattr(optimizer, "make_schedule", functools.cache(optimizer.make_schedule))
         for name in ("make_optimizer", "make_critic", "CriticLearner"):
             patch.setattr(critic_learning, name, functools.cache(getattr(critic_learning, name)))
@@ -140,9 +140,9 @@ def test_resumed_run_is_equal_and_replayed(whole, tmp_path, name):
 
 def test_step_with_failed_critic_is_not_saved(tmp_path, monkeypatch):
     """The policy is updated by then: the next start would train it once more on the same trajectories."""
-    learn_values = Mock(wraps=critic.learn_values)
+    learn_values = Mock(wraps=critic_training.learn_values)
     learn_values.side_effect = [DEFAULT, DEFAULT, DEFAULT, RuntimeError("the device is full")]
-    monkeypatch.setattr(critic, "learn_values", learn_values)
+    monkeypatch.setattr(critic_training, "learn_values", learn_values)
     with pytest.raises(RuntimeError, match="the device is full"):
         run(critic_config(tmp_path), ScriptedRollouts(), tmp_path)
     assert checkpoints(tmp_path) == [2]

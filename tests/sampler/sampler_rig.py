@@ -11,7 +11,7 @@ from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.policy.logprobs import token_logprobs
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.sampler.jax_sampler import JaxSampler
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 
 CHARACTERS = "abcdefghij<>/ "
 EOS = len(CHARACTERS)

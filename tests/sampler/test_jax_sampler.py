@@ -16,7 +16,7 @@ from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.transformer import Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.jax_sampler import JaxSampler
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from sampler_rig import CharTokenizer, make_sampler, sample_sessions
 from tiny_policy import WIDER, tiny
 
 from calibadv_jax.config import MeshConfig
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 
 LENGTH = 200  # four widths of the cache
 # Layers of the quickstart's size: of very small ones XLA computes all shapes alike.

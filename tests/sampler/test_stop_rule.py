@@ -6,7 +6,7 @@ import random
 import pytest
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.sampler.stopping import StopRule, end_of_text_ids
+from calibadv_jax.sampler.stop_rule import StopRule, end_of_text_ids
 
 STOP = ("</search>", "</answer>")
 PIECES = ["<eos>", "<im_end>", *"abcdefghijklmnopqrstuvwxyz</> \n", ">\n", "</", "</search>", "rch>x", "é"]

@@ -18,7 +18,7 @@ from calibadv_jax.config import SamplerConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.sampler.rollout_workers import VllmWorkerProcess
-from calibadv_jax.sampler.stopping import StopRule
+from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.sampler.vllm_sampler import VllmSampler
 from calibadv_jax.snapshots.huggingface import save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore

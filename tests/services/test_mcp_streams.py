@@ -16,7 +16,7 @@ from http_rig import Handler, serving
 from calibadv_jax.config import Config, LogConfig, McpConfig, RunConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import ActionRefused, EnvironmentFailure, RequestFailed, UserError, exit_status
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.services import child_process, http_client
 
 pytest.importorskip("mcp")

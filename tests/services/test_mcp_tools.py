@@ -14,7 +14,7 @@ from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import LONGEST_REPLY
 

@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.core.stopping import DAEMON_THREAD
+from calibadv_jax.core.signals import DAEMON_THREAD
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore

@@ -20,7 +20,7 @@ from calibadv_jax.commands.train import train
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
 from calibadv_jax.core.files import write_json
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore

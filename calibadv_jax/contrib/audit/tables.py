@@ -10,7 +10,7 @@ import numpy as np
 
 from calibadv_jax.contrib.audit.evidence import BLAME, Evidence, Variant, join_pairs, pool
 from calibadv_jax.contrib.audit.measures import MEASURES, OVER_TRAINING, VERDICTS, measure, verdicts
-from calibadv_jax.evaluation.report import MIN_QUESTIONS_FOR_INTERVAL, bootstrap_intervals_of_sums
+from calibadv_jax.evaluation.score_tables import MIN_QUESTIONS_FOR_INTERVAL, bootstrap_intervals_of_sums
 from calibadv_jax.metrics.console import table
 
 CONFIDENCE = 0.95  # coverage of the verdict's intervals

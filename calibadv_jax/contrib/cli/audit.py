@@ -29,7 +29,7 @@ from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, score_agai
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.evaluation.report import MIN_QUESTIONS_FOR_INTERVAL
+from calibadv_jax.evaluation.score_tables import MIN_QUESTIONS_FOR_INTERVAL
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout_store.reader import KeptStep, find_step, read_step
 from calibadv_jax.rollout_store.schema import kept_steps

@@ -20,7 +20,13 @@ from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.evaluation.records import RowKey, ScoredRow, read_scores, row_key
-from calibadv_jax.evaluation.report import ALL, AVERAGE, MIN_QUESTIONS_FOR_INTERVAL, metric_names, scores_of
+from calibadv_jax.evaluation.score_tables import (
+    ALL,
+    AVERAGE,
+    MIN_QUESTIONS_FOR_INTERVAL,
+    metric_names,
+    scores_of,
+)
 from calibadv_jax.evaluation.statistics import Comparison, compare_paired
 from calibadv_jax.metrics.console import Console, table
 

@@ -40,7 +40,7 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
 from calibadv_jax.rollout.prompts import open_prompt
-from calibadv_jax.run.actions import make_actions
+from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_process import open_retriever
 

@@ -29,8 +29,8 @@ from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompts import FROM_DATA, drop_overlong, open_prompt, prompt_lengths, template_text
-from calibadv_jax.run.actions import check_tags, make_actions
 from calibadv_jax.run.choices import describe_choices
+from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.sampler.rollout_workers import find_workers
 from calibadv_jax.sampler.vllm_command import require_vllm

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
-from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.page_server import make_server
 from calibadv_jax.contrib.pages.site import Site
 from calibadv_jax.metrics.console import Console
 

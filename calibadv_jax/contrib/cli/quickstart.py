@@ -16,7 +16,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.distributed.joining import require_single_process
-from calibadv_jax.evaluation.report import AVERAGE, Means, unanswered_warnings
+from calibadv_jax.evaluation.score_tables import AVERAGE, Means, unanswered_warnings
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import find_policy

@@ -14,7 +14,7 @@ from pathlib import Path
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.tags import to_printable_line
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.metrics.console import Console

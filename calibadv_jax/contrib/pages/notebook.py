@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from calibadv_jax.contrib.pages.server import make_server
+from calibadv_jax.contrib.pages.page_server import make_server
 from calibadv_jax.contrib.pages.site import Site
 
 # Sources whose pages may show it in a frame: those of this machine, or those that hold a notebook's outputs

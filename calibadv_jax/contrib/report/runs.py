@@ -15,8 +15,8 @@ from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
-from calibadv_jax.evaluation.report import COUNTS
-from calibadv_jax.metrics.writer import read_metrics
+from calibadv_jax.evaluation.score_tables import COUNTS
+from calibadv_jax.metrics.metrics_writer import read_metrics
 from calibadv_jax.rollout_store.schema import kept_steps
 
 MAX_SERIES = 8  # curves of one chart that can be told apart

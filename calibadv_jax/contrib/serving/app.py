@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from calibadv_jax.contrib.pages.server import TYPES, guard_headers, is_this_machine
+from calibadv_jax.contrib.pages.page_server import TYPES, guard_headers, is_this_machine
 from calibadv_jax.contrib.serving.chat import ApiError, ChatReply, parse
 from calibadv_jax.contrib.serving.service import Service
 

@@ -26,12 +26,12 @@ from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.indexes.build import build_index
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
-from retriever.service.engine import MAX_QUERY_LENGTH
 from retriever.service.identity import index_identity
 from retriever.service.limits import Limits
 from retriever.service.middleware import ROUTES, BodyLimit
 from retriever.service.replies import PIECE
 from retriever.service.schemas import RetrieveRequest
+from retriever.service.search_engine import MAX_QUERY_LENGTH
 
 ROWS = town_rows()
 TOKEN, QUERY = {"Authorization": "Bearer secret"}, {"queries": ["ada"]}

@@ -15,8 +15,8 @@ import pytest
 
 from calibadv_jax.config import LogConfig, load_config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.metrics.backends import open_backends
-from calibadv_jax.metrics.writer import MetricsWriter
+from calibadv_jax.metrics.metrics_writer import MetricsWriter
+from calibadv_jax.metrics.trackers import open_backends
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""calibadv_jax.metrics.writer: rows on disk, resuming, values JSON does not know."""
+"""calibadv_jax.metrics.metrics_writer: rows on disk, resuming, values JSON does not know."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.metrics.writer import MetricsWriter, read_metrics
+from calibadv_jax.metrics.metrics_writer import MetricsWriter, read_metrics
 
 
 def write(directory, steps, start_step=None):

@@ -15,8 +15,8 @@ import pytest
 from small_run import SMALL
 
 from calibadv_jax import cli
-from calibadv_jax.core import stopping
-from calibadv_jax.core.stopping import Stop, await_in_daemon_thread
+from calibadv_jax.core import signals
+from calibadv_jax.core.signals import Stop, await_in_daemon_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ def test_held_work_is_finished_before_the_stop():
 
 BLOCKED = """
 import ctypes
-from calibadv_jax.core.stopping import Stop
+from calibadv_jax.core.signals import Stop
 lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(256)
 with Stop("the step is finished and saved", "the last step is saved", "it goes on") as stop, stop.held():
     lock(mutex)
@@ -71,7 +71,7 @@ def test_signal_is_answered_while_a_device_computes():
 def test_second_signal_of_another_kind_ends_at_once():
     """The process ends with the status of the second signal."""
     program = (
-        "import os, signal\nfrom calibadv_jax.core.stopping import Stop\n"
+        "import os, signal\nfrom calibadv_jax.core.signals import Stop\n"
         "with Stop() as stop, stop.held():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n    print('held', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n    print('went on', flush=True)"
@@ -119,9 +119,9 @@ def test_unwaited_work_returns_value_or_error():
 
 
 def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
-    monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.1)
     left, go_on = [], threading.Event()
-    monkeypatch.setattr(stopping.os, "_exit", lambda status: left.append(status))
+    monkeypatch.setattr(signals.os, "_exit", lambda status: left.append(status))
 
     async def abandoned():
         task = asyncio.create_task(await_in_daemon_thread(go_on.wait))
@@ -129,11 +129,11 @@ def test_leave_does_not_wait_for_unwaited_work(monkeypatch, capsys):
         task.cancel()
 
     asyncio.run(abandoned())
-    stopping.exit_process(143)
-    stopping.exit_process("error: gone")
+    signals.exit_process(143)
+    signals.exit_process("error: gone")
     assert left == [143, 1] and capsys.readouterr().err == "error: gone\n"
     go_on.set()
-    monkeypatch.setattr(stopping, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 60.0)
     with pytest.raises(SystemExit) as end:
         cli.run_and_exit(lambda: sys.exit(143))
     assert end.value.code == 143 and left == [143, 1]

@@ -13,7 +13,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import wrap_disk_errors, write_text
 
 if TYPE_CHECKING:  # a program that only reads metrics must not wait for tensorboardX, which imports torch
-    from calibadv_jax.metrics.backends import MetricsBackend
+    from calibadv_jax.metrics.trackers import MetricsBackend
 
 
 class MetricsWriter:
@@ -24,7 +24,7 @@ class MetricsWriter:
 
     Args:
         directory: Folder of the run.
-        backends: See `backends.open_backends`.
+        backends: See `trackers.open_backends`.
         start_step: First step that will be written. Rows of an earlier attempt from this step on are dropped;
             None keeps all.
     """

@@ -20,10 +20,10 @@ from retriever.errors import RequestFailed
 from retriever.service.app import make_app
 from retriever.service.batcher import SearchBatcher, trim_memory
 from retriever.service.cache import ResultCache
-from retriever.service.engine import Engine
 from retriever.service.limits import Limits
 from retriever.service.metrics import Metrics
 from retriever.service.schemas import RetrieveRequest
+from retriever.service.search_engine import Engine
 
 ECHO = SimpleNamespace(manifest={}, search=lambda queries, k: [[({"id": name}, 1.0)] for name in queries])
 
