@@ -108,6 +108,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
     "llama-3.2-3b": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -123,6 +136,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+PARTS = ("log-probabilities", "update", "sampler")
 
 
 class PlainTokenizer:
@@ -160,10 +176,11 @@ def main() -> None:
     policy = Policy(architecture, Numerics.from_config(config))
     rng = np.random.default_rng(0)
     batch = random_batch(rng, architecture, arguments)
-    results = [
-        *learner_results(policy, config, batch, arguments),
-        sampler_result(policy, rng, arguments),
-    ]
+    results = []
+    if {"log-probabilities", "update"} & set(arguments.only):
+        results += learner_results(policy, config, batch, arguments)
+    if "sampler" in arguments.only:
+        results.append(sampler_result(policy, rng, arguments))
     report(results, policy, arguments)
 
 
@@ -176,9 +193,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=80, help="number of rows of the sampler")
     parser.add_argument("--prompt", type=int, default=96, help="prompt tokens of the sampler run")
     parser.add_argument("--new", type=int, default=64, help="tokens decoded in every row")
-    parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
-    parser.add_argument("--attention", choices=["auto", "xla", "triton", "cudnn"], default="auto")
+    parser.add_argument("--remat", choices=["none", "dots", "attention", "full"], default="full")
+    parser.add_argument("--attention", choices=["auto", "xla", "tokamax", "triton", "cudnn"], default="auto")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--profile", type=Path, help="folder for a profile of one more update")
     parser.add_argument("--peak_tflops", type=float, help="dense peak of the device, for utilisation")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -225,10 +244,13 @@ def learner_results(
     params = init_params(policy, mesh, 0)
     tokens = batch.tokens.size
     flops = policy.architecture.flops_per_token(arguments.length / 4) * tokens
-    first, median = timed(lambda: learner.logprobs(params, batch), arguments.repeats)
-    results = [
-        Result("log-probabilities", first, median, tokens / median, utilisation(flops, median, arguments))
-    ]
+    results = []
+    if "log-probabilities" in arguments.only:
+        first, median = timed(lambda: learner.logprobs(params, batch), arguments.repeats)
+        share = utilisation(flops, median, arguments)
+        results.append(Result("log-probabilities", first, median, tokens / median, share))
+    if "update" not in arguments.only:
+        return results
     holder = [learner.init(params)]
     loss = policy_gradient(LossConfig(), on_policy=True)
 
@@ -239,6 +261,9 @@ def learner_results(
     results.append(
         Result("update", first, median, tokens / median, utilisation(3 * flops, median, arguments))
     )
+    if arguments.profile:
+        with jax.profiler.trace(arguments.profile):
+            update()
     return results
 
 

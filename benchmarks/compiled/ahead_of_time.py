@@ -48,12 +48,8 @@ from calibadv_jax.contrib.planning.compiled import (
 from calibadv_jax.contrib.planning.hardware import GPUS, Target, find_target
 from calibadv_jax.contrib.planning.memory import GIB, estimate_memory, program_memory, shares_base
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.attention import Kernel
 
-KERNELS: dict[str, Kernel] = {
-    "tpu": "splash",
-    "cuda": "triton",
-}  # "auto" would ask for this machine's backend
+PLATFORMS = ("tpu", "cuda")
 PROGRAMS = (*LEARNER_PROGRAMS, *SAMPLER_PROGRAMS)
 
 
@@ -73,7 +69,7 @@ def mesh_sizes(arguments: argparse.Namespace) -> dict[str, int]:
 def run_config(arguments: argparse.Namespace) -> Config:
     """Return the parts of a run's config that its programs and their memory come from."""
     mesh = mesh_sizes(arguments)
-    attention = arguments.attention or KERNELS[arguments.platform]
+    attention = arguments.attention or target_of(arguments).kernel("bfloat16")
     return Config(
         policy=PolicyConfig(
             compute_dtype="bfloat16",
@@ -126,7 +122,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--platform", choices=list(KERNELS), default="tpu")
+    parser.add_argument("--platform", choices=PLATFORMS, default="tpu")
     parser.add_argument("--gpu", choices=list(GPUS), default="h100")
     parser.add_argument(
         "--topology",
@@ -134,7 +130,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="topology. TPU: as libtpu names it, v5e:4x4, v5p:2x2x2; GPU: slices x hosts x GPUs of a host",
     )
     parser.add_argument(
-        "--attention", choices=["xla", "splash", "triton", "cudnn"], help="another kernel of attention"
+        "--attention",
+        choices=["xla", "splash", "tokamax", "triton", "cudnn"],
+        help="another kernel of attention",
     )
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=PROGRAMS, metavar="PROGRAM")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
@@ -155,7 +153,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share-prefixes", action="store_true", help="learner.share_prefixes, with --attention xla or cudnn"
     )
-    parser.add_argument("--remat", choices=["none", "dots", "full"], default="full")
+    parser.add_argument("--remat", choices=["none", "dots", "attention", "full"], default="full")
     parser.add_argument(
         "--critic", action="store_true", help="PPO's critic of this shape in place of the policy"
     )
@@ -170,7 +168,7 @@ def main() -> None:
     out(
         f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)},"
         f" {arguments.shape}, rows of {arguments.length} tokens, {arguments.rows} a device,"
-        f" {arguments.slots} slots, attention {arguments.attention or KERNELS[arguments.platform]},"
+        f" {arguments.slots} slots, attention {run_config(arguments).policy.attention},"
         f" jax {jax.__version__}\n"
     )
     out(f"{'':20}{'compile s':>10}{'arguments GiB':>15}{'GiB':>8}{'doctor GiB':>12}\n")

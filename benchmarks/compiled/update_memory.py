@@ -25,7 +25,7 @@ from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.objective import policy_gradient
 from calibadv_jax.learner.optimizer import make_optimizer, make_schedule
 from calibadv_jax.policy.architecture import architecture_from_hf
-from calibadv_jax.policy.attention import BACKEND_KERNELS
+from calibadv_jax.policy.attention import best_kernel
 from calibadv_jax.policy.sharding import make_mesh
 from calibadv_jax.policy.transformer import Numerics, Policy
 
@@ -34,7 +34,7 @@ MIB = 2**20
 
 def make_learner(arguments: argparse.Namespace) -> Learner:
     jax.config.update("jax_platforms", "cpu")
-    devices, kernel = jax.devices()[:1], BACKEND_KERNELS.get(arguments.platform, "xla")
+    devices, kernel = jax.devices()[:1], best_kernel(arguments.platform, "bfloat16")
     if arguments.platform == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments.topology)
         devices = list(topology.devices)

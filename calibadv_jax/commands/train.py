@@ -40,6 +40,7 @@ from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import check_processes_agree
 from calibadv_jax.run.folder import check_service, enter_run_folder
 from calibadv_jax.run.model import Model, build_model
+from calibadv_jax.run.recomputation import with_chosen_remat
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.trainer import UpdateResult
 from calibadv_jax.run.wiring import check_inputs, open_rollouts
@@ -78,6 +79,7 @@ def _run(config: Config, kept: Config, console: Console, process_group: ProcessG
     mirror = _open_mirror(config, console, process_group)
     with _fetched_inputs(config, process_group, mirror):
         model, questions, num_overlong = _prepare(config, kept, console, process_group, mirror)
+        model = with_chosen_remat(config, model, process_group, console.say)
     with _stop_on_signal(config) as stop, ExitStack() as stack:
         if mirror:
             stack.enter_context(mirror)  # a store that cannot be written is refused before services start

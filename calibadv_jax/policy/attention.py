@@ -7,6 +7,7 @@ head, H head dimension, n new tokens of each row, L layers, S slots of a KV cach
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +17,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.kernels.custom_gradients import MASKED
+from calibadv_jax.policy.recomputation import name_attention
 from calibadv_jax.policy.sharding import RULES, axis_size
 
-Kernel = Literal["xla", "splash", "triton", "cudnn"]
+Kernel = Literal["xla", "splash", "triton", "tokamax", "cudnn"]
 Stack = tuple[Array, Array]  # keys and values of successive layers, each [L, S, K, T, H]
 Cache = list[Stack]  # one stack of all layers, or a stack for each of a few layers, which are unrolled
 Window = tuple[Sequence[int], Array | int]  # widths that a cache may be read at; index of the chosen width
 
-# The kernel of each backend for packed rows. Other backends have "xla".
-BACKEND_KERNELS: dict[str, Kernel] = {"tpu": "splash", "gpu": "triton"}
+# Compute capabilities of the GPUs that tokamax has kernels for, with gradients: Ampere to Blackwell (B200).
+# Those of later cards (RTX 50xx: 12.0) have "xla".
+TOKAMAX_CAPABILITIES = (8.0, 11.0)
+TOKAMAX_VERSION = "0.0.17"  # pinned: the functions used are not public
 # Kernels that support sequences with a shared prefix.
 PREFIX_SHARING_KERNELS: tuple[Kernel, ...] = ("xla", "cudnn")
 # Bytes of float32 scores that exist at once on each device in attention to a KV cache.
@@ -54,7 +60,8 @@ def packed_attention(
         k: keys [B, T, K, H].
         v: values [B, T, K, H].
         segment_ids: int32 [B, T]. A token sees only its own segment, whose columns are contiguous.
-        kernel: "xla" on any device, "splash" on TPU, "triton" on GPU, "cudnn" on CUDA with half precision.
+        kernel: "xla" on any device, "splash" on TPU, "tokamax" on GPU with half precision, "triton" on GPU,
+            "cudnn" on CUDA with half precision.
         chunk: tokens of a block of the "xla" kernel; shorter rows are one block. Other kernels ignore it.
         ends: int32 [B, T], the first column that does not see this one; only with a kernel of
             PREFIX_SHARING_KERNELS. None: the end of the column's segment.
@@ -68,10 +75,7 @@ def packed_attention(
     length = q.shape[1]
     if kernel not in PREFIX_SHARING_KERNELS:
         assert ends is None, kernel
-        from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
-
-        flash = splash_attention if kernel == "splash" else triton_attention
-        return _on_every_device(flash, q, k, v, segment_ids)
+        return _on_every_device(_flash_kernel(kernel), q, k, v, segment_ids)
     columns = jnp.arange(length)
     ends = _segment_ends(segment_ids) if ends is None else jnp.maximum(ends, columns + 1)
     if kernel == "xla" and length > chunk:
@@ -88,7 +92,64 @@ def packed_attention(
         return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=kernel)
     keys = k.transpose(0, 2, 1, 3)  # [B, K, T, H]
     values = v.transpose(0, 2, 1, 3)
-    return _masked_attention(q, keys, values, mask)
+    (out,) = name_attention(_masked_attention(q, keys, values, mask))
+    return out
+
+
+def _flash_kernel(kernel: Kernel) -> Callable[..., Array]:
+    """Import a kernel that needs nothing but segment ids; some of them warn, or need further packages."""
+    if kernel == "splash":
+        from calibadv_jax.policy.kernels.splash import splash_attention
+
+        return splash_attention
+    if kernel == "tokamax":
+        from calibadv_jax.policy.kernels.tokamax_kernels import tokamax_attention
+
+        return tokamax_attention
+    from calibadv_jax.policy.kernels.triton import triton_attention
+
+    return triton_attention
+
+
+def best_kernel(backend: str, compute_dtype: DTypeLike, capability: float = 0.0) -> Kernel:
+    """Return the kernel that `policy.attention=auto` stands for.
+
+    Args:
+        backend: JAX's name of the kind of device: cpu, gpu or tpu.
+        compute_dtype: of the policy's activations.
+        capability: compute capability of a GPU, such as 9.0; 0: unknown.
+
+    Returns:
+        On GPUs with JAX 0.10 "triton"; with later versions, which deprecate it, "tokamax" or, where it has no
+        kernel, "xla".
+    """
+    if backend == "tpu":
+        return "splash"
+    if backend != "gpu":
+        return "xla"
+    if jax.__version_info__ < (0, 11):
+        return "triton"
+    first, end = TOKAMAX_CAPABILITIES
+    is_half = jnp.dtype(compute_dtype) == jnp.bfloat16
+    if is_half and first <= capability < end:
+        return "tokamax"
+    return "xla"
+
+
+def default_kernel(compute_dtype: DTypeLike) -> Kernel:
+    """Return `best_kernel` of JAX's default device, which loads its backend.
+
+    Raises:
+        UserError: tokamax is that kernel, and is not installed.
+    """
+    capability = float(getattr(jax.devices()[0], "compute_capability", 0.0))
+    kernel = best_kernel(jax.default_backend(), compute_dtype, capability)
+    if kernel == "tokamax" and importlib.util.find_spec("tokamax") is None:
+        raise UserError(
+            "policy.attention=auto uses tokamax on this GPU, which is not installed: pip install"
+            f" 'tokamax=={TOKAMAX_VERSION}', or set policy.attention=xla, which is slower"
+        )
+    return kernel
 
 
 def keys_computed(kernel: Kernel, length: int, chunk: int) -> float:

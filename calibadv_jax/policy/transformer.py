@@ -23,16 +23,17 @@ from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy.adapters import Adapters, fold_adapters, split
 from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.attention import (
-    BACKEND_KERNELS,
     Cache,
     CacheView,
     Kernel,
     Stack,
     Window,
+    default_kernel,
     packed_attention,
 )
 from calibadv_jax.policy.embedding import look_up
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
+from calibadv_jax.policy.recomputation import REMAT_POLICIES, REMATS
 from calibadv_jax.policy.sharding import constrain, pin_rows
 
 Params = dict[str, Any]
@@ -40,11 +41,6 @@ Rope = tuple[Array, Array]  # cosines and sines of each token's angles, float32 
 
 # Decoders with at most so many layers are unrolled: they run faster, and compile as fast as a loop.
 MAX_UNROLLED_LAYERS = 4
-# What is saved of a layer for its backward pass, by `policy.remat`. "none" saves everything.
-REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 # Standard deviation of the initial embeddings. The other matrices have Flax's default initializer.
 EMBEDDING_STDDEV = 0.02
 
@@ -87,7 +83,7 @@ class Numerics:
 
         Args:
             config: the section `policy`. With `attention` at auto, the kernel is that of JAX's default
-                backend.
+                device. With `remat` at auto, everything is recomputed: `run/recomputation.py` chooses less.
 
         Returns:
             The numerics.
@@ -95,11 +91,11 @@ class Numerics:
         kernel = config.attention
         if kernel == "auto":
             # Only here: asking for the backend loads it, and `calibadv plan` compiles for another one.
-            kernel = BACKEND_KERNELS.get(jax.default_backend(), "xla")
+            kernel = default_kernel(config.compute_dtype)
         return cls(
             compute_dtype=jnp.dtype(config.compute_dtype),
             param_dtype=jnp.dtype(config.param_dtype),
-            remat=config.remat,
+            remat=REMATS[-1] if config.remat == "auto" else config.remat,
             kernel=kernel,
             attention_chunk=config.attention_chunk,
         )

@@ -189,9 +189,10 @@ ROWS, OFFLOAD, SLOTS = "learner.microbatch_rows", "learner.optimizer.offload", "
 @pytest.mark.parametrize(
     ("keys", "changes", "expected"),
     [  # of a run that may need what it needs with these changes
-        ({"policy__remat": "none", "learner__microbatch_rows": 1}, {"policy.remat": "full"}, None),
+        (VLLM | {"policy__remat": "none", "learner__microbatch_rows": 1}, {"policy.remat": "dots"}, None),
+        (VLLM | {"policy__remat": "none", "learner__microbatch_rows": 1}, {"policy.remat": "full"}, None),
         ({"learner__pack_length": 4096}, {"learner.pack_length": 2048}, None),
-        ({}, {ROWS: 2}, None),
+        ({"learner__microbatch_rows": 16}, {ROWS: 8}, None),
         ({}, {ROWS: 1, OFFLOAD: "host", SLOTS: 5}, {ROWS: 1, OFFLOAD: "host", SLOTS: 4}),
         ({}, {ROWS: 1, OFFLOAD: "host", "sampler.name": "vllm"}, None),
     ],

@@ -14,7 +14,8 @@ from tiny_policy import mesh_of
 from calibadv_jax.config import PolicyConfig
 from calibadv_jax.policy import attention
 from calibadv_jax.policy.attention import packed_attention
-from calibadv_jax.policy.kernels.flash import splash_attention, triton_attention
+from calibadv_jax.policy.kernels.splash import splash_attention
+from calibadv_jax.policy.kernels.triton import triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES
 from calibadv_jax.policy.transformer import Numerics
 
@@ -113,7 +114,7 @@ def test_blocks_of_others_are_not_visited(ends, first):
 def test_mesh_with_few_heads_computes_the_same(kernel, tensor, monkeypatch):
     """Gradients too. Splash is interpreted; the XLA kernel works in blocks."""
     monkeypatch.setattr(
-        "calibadv_jax.policy.kernels.flash.splash_attention",
+        "calibadv_jax.policy.kernels.splash.splash_attention",
         functools.partial(splash_attention, interpret=True),
     )
     q, k, v, segments = rows(9, 40, batch=8)

@@ -63,10 +63,14 @@ class PolicyConfig(Section):
     """Precision of matrix products and activations."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision of the trained parameters and of the optimizer state."""
-    remat: Annotated[Literal["none", "dots", "full"], Mark.UNLEARNED] = "full"
-    """Recomputed by the backward pass to save memory. dots: all but matrix products; full: every layer."""
-    attention: Annotated[Literal["auto", "xla", "splash", "triton", "cudnn"], Mark.UNLEARNED] = "auto"
-    """Attention kernel. auto: Splash on TPU, Triton on GPU, otherwise XLA. cudnn holds a mask of T x T."""
+    remat: Annotated[Literal["none", "dots", "attention", "full", "auto"], Mark.UNLEARNED] = "full"
+    """Recomputed by the backward pass to save memory. full: every layer; attention: all but the attention
+    kernel; dots: all but attention and matrix products; none: nothing. auto: the least that fits."""
+    attention: Annotated[Literal["auto", "xla", "splash", "tokamax", "triton", "cudnn"], Mark.UNLEARNED] = (
+        "auto"
+    )
+    """Attention kernel. auto: Splash on TPU; on GPU tokamax, or Triton with JAX 0.10; otherwise XLA. cudnn
+    holds a mask of T x T."""
     attention_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 128
     """Queries and keys in a block of the XLA kernel; rows up to this length are one block."""
     logprob_chunk: Annotated[PositiveInt, Mark.UNLEARNED] = 1024
@@ -78,6 +82,11 @@ class PolicyConfig(Section):
         has_adapters_of_a_base = self.path and self.lora.rank
         if self.lora.snapshots == "adapters" and not has_adapters_of_a_base:
             yield "policy.lora.snapshots=adapters needs policy.lora.rank above 0 and policy.path: set both"
+        if self.attention == "tokamax" and self.compute_dtype != "bfloat16":
+            yield (
+                f"policy.attention is tokamax, but policy.compute_dtype is {self.compute_dtype}: set it to"
+                " bfloat16, or policy.attention=xla"
+            )
 
 
 @dataclass(frozen=True, config=SECTION)

@@ -18,7 +18,8 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REMAINING_DEVICES
 from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
-from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
+from calibadv_jax.contrib.planning.known_models import find_architecture
+from calibadv_jax.contrib.planning.memory import device_lines
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.trajectory import Document, Question
@@ -260,14 +261,15 @@ def check_shape(config: Config) -> list[str]:
     else:
         lines = [f"mesh {shape}"]
         check_rows(config, mesh)
-    architecture = find_architecture(config)
-    if architecture is None:
+    found = find_architecture(config)
+    if found is None:
         lines.append(
             "not checked: memory: policy.path holds no config.json here, and policy.init no vocab_size"
         )
         return lines
+    lines.append(f"shape of {found.source}")
     # A run that does not fit this machine is no failure: it may be meant for another one.
-    for line in device_lines(config, architecture, mesh):
+    for line in device_lines(config, found.architecture, mesh):
         lines.append(line.replace("failed: ", "warning: ", 1))
     return lines
 

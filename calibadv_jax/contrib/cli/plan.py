@@ -15,13 +15,15 @@ from pydantic import ValidationError
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning import compiled, memory
 from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_on, sampler_of
-from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, find_architecture, peak_memory
+from calibadv_jax.contrib.planning.known_models import find_architecture
+from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, peak_memory, with_fitting_remat
 from calibadv_jax.contrib.planning.work import Step, expected_rollouts, step_of
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
 from calibadv_jax.distributed.joining import workers_of_process
 from calibadv_jax.metrics.console import Console, duration, number, table
 from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.recomputation import REMATS
 
 Changes = dict[str, Any]  # dotted key -> value
 
@@ -37,6 +39,7 @@ class RunPlan:
     config: Config  # placed on the devices
     target: Target
     architecture: Architecture
+    source: str  # of the architecture, in words
     estimate: dict[str, float]  # bytes on one device, by purpose
     step: Step
     efficiency: float  # share of the devices' peak speed
@@ -66,6 +69,11 @@ def run(
     mesh = plan.config.mesh.sizes
     shape = " x ".join(f"{name} {size}" for name, size in mesh.items())
     console.say(f"{plan.target}, mesh {shape}: {memory.policy_line(plan.config, plan.architecture)}")
+    console.say(f"shape of {plan.source}")
+    if config.policy.remat == "auto":
+        console.say(
+            f"policy.remat=auto: {plan.config.policy.remat}, by the formula; training asks the compiler"
+        )
     console.say(memory.memory_line(plan.estimate))
     for line in memory.heads_warnings(plan.architecture, mesh):
         console.say(line)
@@ -101,12 +109,15 @@ def make_plan(
     config = placed_on(config, target)
     if target.hosts > 1:  # each host has a process, which must have workers of its own
         workers_of_process(config.sampler, 0, target.hosts)
-    architecture = find_architecture(config)
-    if architecture is None:
+    found = find_architecture(config)
+    if found is None:
         raise UserError(
-            f"policy.path is {config.policy.path or 'empty'}, where no config.json is: name a folder that has"
-            " one, or give the policy's shape in policy.init (its config.json, vocab_size too)"
+            f"the shape of {config.policy.path or 'the policy'} is not complete: name a folder with a"
+            " config.json in policy.path, or give its fields in policy.init, vocab_size too"
         )
+    architecture = found.architecture
+    sampler = sampler_of(config, target) if target.hosts > 1 else None
+    config = with_fitting_remat(config, architecture, config.mesh.sizes, target.limit, sampler)
     estimate = memory_of(config, architecture, target)
     rollouts = expected_rollouts(config, tokens, sampled)
     step = step_of(config, architecture, rollouts, target)
@@ -115,7 +126,9 @@ def make_plan(
     if config.sampler.urls:  # the workers run elsewhere
         num_devices += max((part.devices for part in step.parts if part.name == "decode"), default=0)
     device_hours = config.learner.steps * seconds * num_devices / 3600
-    return RunPlan(config, target, architecture, estimate, step, efficiency, seconds, device_hours)
+    return RunPlan(
+        config, target, architecture, found.source, estimate, step, efficiency, seconds, device_hours
+    )
 
 
 def compile_programs(plan: RunPlan, console: Console) -> dict[str, dict[str, Any]]:
@@ -313,7 +326,7 @@ def memory_savers(config: Config, architecture: Architecture, hosts: int) -> lis
     changes: list[Changes] = [
         {"learner.pack_length": min(config.learner.pack_length, config.rollout.max_length)},
         {"learner.microbatch_rows": _halved(rows, num_shards)},
-        {"policy.remat": "full"},
+        {"policy.remat": _next_remat(config.policy.remat)},
         {"mesh.data": 1, "mesh.fsdp": num_shards},
         {"learner.optimizer.offload": "host"},
         {"critic.optimizer.offload": "host"},
@@ -334,6 +347,11 @@ def memory_savers(config: Config, architecture: Architecture, hosts: int) -> lis
             workers["sampler.workers"] = hosts
         changes.append(workers)
     return changes
+
+
+def _next_remat(remat: str) -> str:
+    """Return the setting of `policy.remat` that recomputes a little more; the last one stays."""
+    return REMATS[min(REMATS.index(remat) + 1, len(REMATS) - 1)]
 
 
 def _halved(count: int, num_shards: int) -> int:

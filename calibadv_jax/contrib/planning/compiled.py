@@ -6,8 +6,6 @@ import os
 import re
 import time
 from importlib.metadata import requires, version
-from pathlib import Path
-from string import Template
 from typing import Any
 
 import jax
@@ -15,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
-from calibadv_jax.contrib.planning.hardware import Target
+from calibadv_jax.contrib.planning.hardware import Gpu, Target
 from calibadv_jax.contrib.planning.memory import GIB
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.learner.critic import ValueLoss, critic_learner
@@ -38,7 +36,8 @@ COMPILER = {
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask for the machine's type
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several may compile at a time: none holds a TPU
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # there is no GPU to try kernels on
+    # There is no GPU to try kernels on, and from JAX 0.11 on no default for a product's kernel in Triton.
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
 }
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")  # Packages with the same version as JAX.
 NVIDIA_COMPILER = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14")
@@ -72,9 +71,8 @@ def topology_mesh(config: Config, target: Target) -> Mesh:
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     options = {"topology_name": target.topology}
     if target.platform == "cuda":
-        template = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
-        target_config = Template(template).substitute(vars(target.chip))  # a GpuTargetConfigProto as text
-        options = {"topology": target.topology, "target_config": target_config}
+        assert isinstance(target.chip, Gpu)
+        options = {"topology": target.topology, "target_config": target.chip.target_config()}
     try:
         topology = topologies.get_topology_desc(platform=target.platform, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -138,11 +136,13 @@ def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name
         schedule = make_schedule(config.learner.optimizer, UPDATES)
         learner = policy_learner(config, policy, mesh, schedule)
         loss = policy_loss(config)
-    if name == "log-probabilities":
-        return learner.lower_logprobs(length)
-    if name.endswith("apply"):
-        return learner.lower_apply()
-    return learner.lower_update(length, loss)
+    # Kernels ask JAX's default device which GPU they are for.
+    with jax.default_device(mesh.devices.flat[0]):
+        if name == "log-probabilities":
+            return learner.lower_logprobs(length)
+        if name.endswith("apply"):
+            return learner.lower_apply()
+        return learner.lower_update(length, loss)
 
 
 def compiled_figures(program: jax.stages.Lowered, beside: float = 0.0) -> dict[str, Any]:

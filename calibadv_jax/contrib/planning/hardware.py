@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 from typing import Literal
 
 import yaml
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.policy.attention import BACKEND_KERNELS
+from calibadv_jax.policy.attention import Kernel, best_kernel
 from calibadv_jax.policy.sharding import local_sizes
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # Environment variable: share of a GPU's memory that JAX takes.
 TPU_SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+ONE_GPU = "1x1x1"
 GPU_SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*){2}")
 
 
@@ -39,8 +41,32 @@ class Gpu(Chip):
     """A GPU, with the figures that the compiler for CUDA needs."""
 
     name: str
+    capability: str  # compute capability, such as "9.0"
     multiprocessors: int
     l2_cache: int  # bytes
+    shared_memory: int  # bytes of a multiprocessor
+    threads: int  # the most of a multiprocessor
+    fpus: int  # of a multiprocessor
+    clock: float  # GHz
+
+    def target_config(self) -> str:
+        """Return XLA's GpuTargetConfigProto of the GPU, as text."""
+        template = Path(__file__).with_name("gpu_target.textproto").read_text(encoding="utf-8")
+        major, _, minor = self.capability.partition(".")
+        # From Hopper on, only code for exactly this kind of GPU may use all of its instructions.
+        has_accelerated_features = int(major) >= 9
+        figures = vars(self) | {
+            "major": major,
+            "minor": minor,
+            "extension": "ACCELERATED_FEATURES" if has_accelerated_features else "NONE",
+            "platform": f"{self.capability}a" if has_accelerated_features else self.capability,
+            # A multiprocessor keeps a kilobyte of its memory.
+            "block_memory": self.shared_memory - 1024,
+            # Operations of a tensor core in a clock, by the card's rate: half precision, one byte.
+            "half_rate": round(self.flops / (2e9 * self.clock * 4 * self.multiprocessors)),
+            "byte_rate": round(self.flops / (1e9 * self.clock * 4 * self.multiprocessors)),
+        }
+        return Template(template).substitute(figures)
 
 
 @dataclass(frozen=True)
@@ -90,6 +116,12 @@ class Target:
         """Bytes a second that a device receives when all devices exchange data: over the slowest link."""
         return self.chip.network if self.hosts > 1 else self.chip.links
 
+    def kernel(self, compute_dtype: str) -> Kernel:
+        """Return the attention kernel that ``auto`` takes on these devices, with the installed JAX."""
+        if isinstance(self.chip, Gpu):
+            return best_kernel("gpu", compute_dtype, float(self.chip.capability))
+        return best_kernel("tpu", compute_dtype)
+
     @property
     def host(self) -> Target:
         """The devices of one host."""
@@ -111,14 +143,14 @@ def find_target(tpu: str = "", gpu: str = "", topology: str = "") -> Target:
     Args:
         tpu: Kind and shape of a slice, such as v5e:4x4, or its name in Cloud TPU, such as v5e-16.
         gpu: Kind of the GPUs, such as h100.
-        topology: Of GPUs: slices x hosts x GPUs of a host, such as 1x2x8.
+        topology: Of GPUs: slices x hosts x GPUs of a host, such as 1x2x8; empty: one GPU.
 
     Raises:
         UserError: The names are unknown or incomplete.
     """
-    if bool(tpu) == bool(gpu) or bool(gpu) != bool(topology):
-        raise UserError("name the devices: --tpu v5e:4x4, or --gpu h100 --topology 1x2x8")
-    return _find_gpus(gpu, topology) if gpu else _find_tpus(tpu)
+    if bool(tpu) == bool(gpu) or (tpu and topology):
+        raise UserError("name the devices: --tpu v5e:4x4, --gpu h100, or --gpu h100 --topology 1x2x8")
+    return _find_gpus(gpu, topology or ONE_GPU) if gpu else _find_tpus(tpu)
 
 
 def _find_gpus(gpu: str, topology: str) -> Target:
@@ -182,8 +214,7 @@ def placed_on(config: Config, target: Target) -> Config:
     check_rows(config, sizes)
     policy = config.policy
     if policy.attention == "auto":
-        platform = "gpu" if target.platform == "cuda" else "tpu"
-        policy = replace(policy, attention=BACKEND_KERNELS[platform])
+        policy = replace(policy, attention=target.kernel(policy.compute_dtype))
     return replace(config, mesh=replace(config.mesh, **sizes), policy=policy)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +22,14 @@ from calibadv_jax.config import Config, OptimizerConfig
 from calibadv_jax.learner.critic import make_critic
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, peak_elements
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.attention import SCORE_BYTES
+from calibadv_jax.policy.logprobs import MIN_CHUNKS
+from calibadv_jax.policy.recomputation import REMATS
 from calibadv_jax.policy.sharding import MESH_AXES, param_shardings
-from calibadv_jax.policy.transformer import Numerics, Params, Policy
+from calibadv_jax.policy.transformer import MAX_UNROLLED_LAYERS, Numerics, Params, Policy
 from calibadv_jax.policy.weights import flatten
 from calibadv_jax.sampler.tiles import TileShape
-from calibadv_jax.snapshots.huggingface import read_hf_config
 
 # Files with the memory limit of a container: cgroup version 2, version 1.
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -38,6 +40,9 @@ UPDATE = ("gradients", "activations", "workspace")  # Arrays that exist only whi
 STEP = ("moments",)  # With optimizer.offload: the moments on the device, beside the sum of the gradients.
 SAMPLING = ("prefill", "decode")  # Arrays of one call of the embedded sampler: one of them at a time.
 FLOAT32_BYTES = 4
+# Share by which more of a layer exists at once where its weights are gathered, by XLA's plans for GPUs.
+GATHERED_OVERHEAD = 0.3
+FORMULA_MARGIN = 1.15  # The formula's bytes are within this factor of the compiler's (benchmarks/scale.md).
 # Arrays that are the inputs of the learner's programs; SAMPLER_INPUTS are those of the sampler's programs.
 LEARNER_INPUTS: dict[str, tuple[str, ...]] = {
     "update": ("parameters", "base", "optimizer"),
@@ -78,7 +83,8 @@ def estimate_memory(
     estimate: dict[str, float] = {
         "parameters": num_trained * stored_bytes,
         "optimizer": optimizer.permanent,
-        "gradients": num_trained * FLOAT32_BYTES * 2,  # the sum, and those of the microbatch
+        # The sum, and those of the microbatch in the parameters' precision.
+        "gradients": num_trained * (FLOAT32_BYTES + stored_bytes),
     }
     estimate.update(_update(config, architecture, mesh))
     if frozen:
@@ -264,23 +270,53 @@ def _optimizer_state(rule: OptimizerConfig, counts: Mapping[str, int], stored_by
 
 
 def _update(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
-    """Return bytes that live between forward and backward pass, and the most that is computed at once."""
+    """Return bytes that live between forward and backward pass, and the most that is computed at once.
+
+    There are two moments of most memory. While the head computes gradients, the layers' do not exist yet.
+    While the first layer computes them, the logits do not exist any more. The workspace is what either needs
+    beside activations and all gradients.
+    """
     policy = config.policy
     learner = config.learner
     compute_bytes = _compute_bytes(config)
     rows = learner.microbatch_rows / (mesh["data"] * mesh["fsdp"])  # on one device
     tokens = rows * learner.pack_length
-    gathered_layers, gathered_head = _gathered(config, architecture, mesh)
-    chunk = min(policy.logprob_chunk, learner.pack_length)
-    logits = 3 * rows * chunk * _share(architecture.vocab_size, mesh) * FLOAT32_BYTES
-    kept = tokens * _kept_width(architecture, mesh, policy.remat)
-    if policy.remat == "none":  # the weights too, in the precision in which they are used
-        kept += _layer_parameters(architecture) / mesh["tensor"]
-    of_layer = 2 * tokens * layer_width(architecture, mesh) * compute_bytes + gathered_layers
+    hidden = tokens * architecture.hidden_size * compute_bytes
+    gathered_layers, _ = _gathered(config, architecture, mesh)
+    is_gathered = mesh["fsdp"] > 1
+    trains_all = not policy.lora.rank
+    casts_weights = trains_all and policy.param_dtype != policy.compute_dtype
+    kept = architecture.num_layers * tokens * _kept_width(architecture, mesh, policy.remat) * compute_bytes
+    if policy.remat == "none" and casts_weights and not is_gathered:
+        # The layers' weights in the precision in which they are used; gathered ones are gathered again.
+        kept += _layer_parameters(architecture) * architecture.num_layers * compute_bytes / mesh["tensor"]
+    chunk = _logprob_chunk(config)
+    logits = rows * chunk * _share(architecture.vocab_size, mesh) * FLOAT32_BYTES
+    head = architecture.vocab_size * architecture.hidden_size / mesh["tensor"]
+    head_gradient = head * FLOAT32_BYTES if trains_all else 0.0
+    head_weights = head * compute_bytes if casts_weights or is_gathered else 0.0
+    # Logits and their gradient in half the bytes; states of all tokens.
+    at_head = 1.5 * logits + head_gradient + head_weights + 3 * hidden
+    at_layer = tokens * _backward_width(architecture, mesh) * compute_bytes
+    if is_gathered:
+        # Weights for the forward and for the backward pass, and gradients before they are divided.
+        at_layer += (2 if trains_all else 1) * gathered_layers
+        if trains_all and policy.attention != "splash":
+            at_layer += GATHERED_OVERHEAD * tokens * _backward_width(architecture, mesh) * compute_bytes
+    trained = _shapes(architecture, Adapters.from_config(policy.lora)).abstract_trained
+    gradients = sum(_held_elements(trained, mesh).values()) * jnp.dtype(policy.param_dtype).itemsize
     return {
-        "activations": architecture.num_layers * kept * compute_bytes,
-        "workspace": max(of_layer, logits + gathered_head),
+        "activations": kept,
+        "workspace": max(at_layer - head_gradient / mesh["fsdp"], at_head - gradients, 0.0),
     }
+
+
+def _logprob_chunk(config: Config) -> int:
+    """Return the tokens of a row whose logits exist at once."""
+    length = config.learner.pack_length
+    if length <= config.policy.logprob_chunk:
+        return length
+    return min(config.policy.logprob_chunk, math.ceil(length / MIN_CHUNKS))
 
 
 def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
@@ -290,18 +326,28 @@ def layer_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
     return 4 * architecture.hidden_size + 2 * heads * architecture.head_dim + 3 * mlp
 
 
+def _backward_width(architecture: Architecture, mesh: Mapping[str, int]) -> float:
+    """Return elements a token that exist at once while a layer's gradients are computed on one device."""
+    mlp = _share(architecture.intermediate_size, mesh)
+    heads = _share(architecture.num_heads, mesh) * architecture.head_dim
+    return 5 * mlp + 12 * architecture.hidden_size + 6 * heads  # as XLA plans it for GPUs
+
+
 def _kept_width(architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
     """Return elements a token that one layer keeps for the backward pass on one device."""
-    hidden = architecture.hidden_size
-    head_dim = architecture.head_dim
+    hidden = architecture.hidden_size  # of the layer's input, which is always kept
     heads = _share(architecture.num_heads, mesh)
-    kv_heads = _share(architecture.num_kv_heads, mesh)
+    queries = heads * architecture.head_dim
+    keys_and_values = 2 * _share(architecture.num_kv_heads, mesh) * architecture.head_dim
     mlp = _share(architecture.intermediate_size, mesh)
-    if remat == "full":  # the layer's input
-        return hidden
-    if remat == "dots":  # and the results of its matrix products
-        return 3 * hidden + (heads + 2 * kv_heads) * head_dim + 2 * mlp
-    return 13 * hidden + 6 * heads * head_dim + 5 * mlp  # fitted to one compiled update
+    statistics = 4 * heads  # of the softmax: two numbers of float32 for each head
+    if remat == "attention":
+        return hidden + queries + statistics
+    if remat == "dots":  # queries, keys, values, attention and its projection; gate and up
+        return 2 * hidden + 2 * queries + keys_and_values + 2 * mlp + statistics
+    if remat == "none":  # and both norms, the sum after attention, and the product of the gate
+        return 5 * hidden + 2 * queries + keys_and_values + 3 * mlp + statistics
+    return hidden
 
 
 def _layer_parameters(architecture: Architecture) -> float:
@@ -312,12 +358,14 @@ def _layer_parameters(architecture: Architecture) -> float:
 
 
 def _gathered(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> tuple[float, float]:
-    """Return bytes of weights that a device gathers over `fsdp`: two layers (one ahead); the head."""
+    """Return bytes of weights that a device gathers over `fsdp`: of layers (one ahead), and of the head."""
     if mesh["fsdp"] == 1:
         return 0.0, 0.0
     scale = _compute_bytes(config) / mesh["tensor"]
     head = architecture.vocab_size * architecture.hidden_size
-    return 2 * _layer_parameters(architecture) * scale, head * scale
+    is_unrolled = architecture.num_layers <= MAX_UNROLLED_LAYERS
+    num_layers = architecture.num_layers if is_unrolled else 2
+    return num_layers * _layer_parameters(architecture) * scale, head * scale
 
 
 def _sampler(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -356,10 +404,15 @@ def _share(size: int, mesh: Mapping[str, int]) -> int:
 
 def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> list[str]:
     """Return size, memory and warnings of a config on a mesh of this machine's devices."""
-    estimate = estimate_memory(config, architecture, mesh)
     num_devices = math.prod(mesh.values())
+    lines = []
+    if config.policy.remat == "auto":
+        config = with_fitting_remat(config, architecture, mesh, device_limit(num_devices))
+        lines.append(f"policy.remat=auto: {config.policy.remat}, by the formula; training asks the compiler")
+    estimate = estimate_memory(config, architecture, mesh)
     return [
         policy_line(config, architecture),
+        *lines,
         memory_line(estimate),
         *memory_lines(peak_memory(estimate), num_devices),
         *heads_warnings(architecture, mesh),
@@ -376,22 +429,88 @@ def memory_lines(peak: float, devices: int) -> list[str]:
     num_present = jax.device_count()
     if devices > num_present:
         return [f"not checked: memory: the mesh has {devices} devices, and this machine {num_present}"]
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        host_bytes = host_memory()
-        limit = host_bytes / devices
-        room = f"this host has {host_bytes / GIB:.1f} GiB for {devices} device(s)"
-    else:
-        limit = (device.memory_stats() or {}).get("bytes_limit") or 0.0
-        room = f"the device has {limit / GIB:.1f} GiB"
+    platform = jax.local_devices()[0].platform
+    limit = device_limit(devices)
+    room = f"the device has {limit / GIB:.1f} GiB"
+    if platform == "cpu":
+        room = f"this host has {limit * devices / GIB:.1f} GiB for {devices} device(s)"
     if not limit:
         return ["not checked: memory: the device does not say how much it has"]
     if peak > limit:
         return [f"failed: {peak / GIB:.1f} GiB a device do not fit: {room}; {REMEDY}"]
-    gaps = GAPS.get(device.platform, 1.0)
+    gaps = GAPS.get(platform, 1.0)
     if peak * gaps > limit:
         return [f"warning: {room}, and programs can need {gaps} times the estimate; {REMEDY}"]
     return []
+
+
+def device_limit(devices: int) -> float:
+    """Return the bytes that this process may use on one device; 0: the device does not say.
+
+    Args:
+        devices: Number of devices of the mesh, which share the memory of a host without accelerators.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return host_memory() / devices
+    return float((device.memory_stats() or {}).get("bytes_limit") or 0.0)
+
+
+def update_room(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> float:
+    """Return the bytes of a device of this machine that are left for the update's program and its inputs.
+
+    Args:
+        config: The run's config.
+        architecture: The policy's architecture.
+        mesh: Sizes of the mesh by axis.
+
+    Returns:
+        The device's bytes less all that a run holds beside the update; 0: the device does not say.
+    """
+    beside = memory_beside(estimate_memory(config, architecture, mesh), "update")
+    return max(0.0, device_limit(math.prod(mesh.values())) - beside)
+
+
+def update_memory(config: Config, architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
+    """Estimate the bytes of the update's program and its inputs with a setting of `policy.remat`.
+
+    Args:
+        config: The run's config.
+        architecture: The policy's architecture.
+        mesh: Sizes of the mesh by axis.
+        remat: A name of REMATS.
+    """
+    estimate = estimate_memory(_with_remat(config, remat), architecture, mesh)
+    return program_memory(estimate)["update"]
+
+
+def with_fitting_remat(
+    config: Config,
+    architecture: Architecture,
+    mesh: Mapping[str, int],
+    limit: float,
+    sampling: Config | None = None,
+) -> Config:
+    """Return the config with the fastest recomputation that fits by the formula, if `policy.remat` is auto.
+
+    Args:
+        config: The run's config.
+        architecture: The policy's architecture.
+        mesh: Sizes of the mesh by axis.
+        limit: Bytes of one device.
+        sampling: As in `estimate_memory`.
+    """
+    if config.policy.remat != "auto":
+        return config
+    for remat in REMATS:
+        chosen = _with_remat(config, remat)
+        if peak_memory(estimate_memory(chosen, architecture, mesh, sampling)) <= limit:
+            return chosen
+    return _with_remat(config, REMATS[-1])
+
+
+def _with_remat(config: Config, remat: Any) -> Config:
+    return replace(config, policy=replace(config.policy, remat=remat))
 
 
 def host_memory() -> float:
@@ -403,24 +522,3 @@ def host_memory() -> float:
         if text.isdigit() and int(text):
             limits.append(float(text))
     return min(limits)
-
-
-def find_architecture(config: Config) -> Architecture | None:
-    """Return the architecture of policy.path, or of policy.init if there is no such folder.
-
-    Returns:
-        The architecture; None if the vocabulary's size is not known yet, because it is that of a tokenizer
-        that may not exist.
-
-    Raises:
-        UserError: The policy is of a kind that is not supported.
-    """
-    folder = Path(config.policy.path)
-    source = "policy.init"
-    hf_config: dict[str, Any] = dict(config.policy.init)
-    if config.policy.path and (folder / "config.json").is_file():
-        source = f"{folder}/config.json"
-        hf_config = read_hf_config(folder)
-    if "vocab_size" not in hf_config:
-        return None
-    return architecture_from_hf(hf_config, source)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from calibadv_jax.policy.kernels.custom_gradients import MASKED, inner_product
+from calibadv_jax.policy.recomputation import name_attention
 
 einsum_float32 = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -75,7 +76,7 @@ def _forward(q: Array, k: Array, v: Array, ends: Array, block: int) -> tuple[Arr
         return block_out, log_sum_exp
 
     out, normaliser = jax.lax.map(attend, jnp.arange(queries.shape[0]))
-    rows = _to_rows(out, q.shape)
+    rows, normaliser = name_attention(_to_rows(out, q.shape), normaliser)
     return rows, (queries, keys, values, ends, rows, normaliser)
 
 

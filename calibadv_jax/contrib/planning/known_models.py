@@ -1,0 +1,80 @@
+"""The architecture that a config plans with, where the model itself may not be on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+
+from calibadv_jax.config import Config
+from calibadv_jax.core import hub
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.snapshots.huggingface import read_hf_config
+
+
+@dataclass(frozen=True)
+class FoundArchitecture:
+    """An architecture, and where its shape comes from."""
+
+    architecture: Architecture
+    source: str  # in words
+
+
+def known_shapes() -> dict[str, dict[str, Any]]:
+    """Return the fields of config.json of published models, by their repository."""
+    entries = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
+    shapes = {}
+    for entry in entries:
+        for variant in entry["variants"]:
+            shapes[entry["names"].format(variant)] = entry["shape"]
+    return shapes
+
+
+def find_architecture(config: Config) -> FoundArchitecture | None:
+    """Return the architecture of the policy that a run starts from, without a network.
+
+    It is that of the folder policy.path, of the hub's cache, or of `known_shapes`. policy.init counts where
+    policy.path is empty, or a folder below the run's that a cold start will make.
+
+    Returns:
+        The architecture; None if the vocabulary's size is not known yet, because it is that of a tokenizer
+        that may not exist.
+
+    Raises:
+        UserError: The policy is of a kind that is not supported, or nothing says what its shape is.
+    """
+    path = config.policy.path
+    hf_config, source = _hf_config(config, path)
+    if "vocab_size" not in hf_config:
+        return None
+    return FoundArchitecture(architecture_from_hf(hf_config, source), source)
+
+
+def _hf_config(config: Config, path: str) -> tuple[dict[str, Any], str]:
+    """Return the fields of config.json, and where they come from."""
+    if not path:
+        return dict(config.policy.init), "policy.init"
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return read_hf_config(folder), f"{folder}/config.json"
+    if hub.is_repository(path):
+        repository, _, named_revision = path.partition("@")
+        revision = named_revision or config.policy.revision or "main"
+        cached = try_to_load_from_cache(repository, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return read_hf_config(Path(cached).parent), f"{repository} in the hub's cache"
+        shape = known_shapes().get(repository)
+        if shape is not None:
+            return dict(shape), f"{repository} in this project's table of models"
+    is_made_by_the_run = folder.absolute().is_relative_to(Path(config.run.dir).absolute())
+    if is_made_by_the_run and config.policy.init:
+        return dict(config.policy.init), f"policy.init, since {path} is not there yet"
+    raise UserError(
+        f"policy.path is {path}, where no config.json is, and whose shape is not known: name a folder that"
+        " has one, or leave policy.path empty and give the shape in policy.init (its config.json, vocab_size"
+        " too)"
+    )
