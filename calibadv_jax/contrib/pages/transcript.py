@@ -210,7 +210,7 @@ def observation_parts(text: str) -> list[dict[str, Any]]:
         The parts in order, each ``{"text", "document"}``: the index of the document that it shows, or None.
 
     Documents are located by the headers that the agent loop writes; no document can forge one
-    (`tags.neutralise`). An observation that was cut may lack the last documents.
+    (`neutraliser.Neutraliser`). An observation that was cut may lack the last documents.
     """
     before, *documents = re.split(r'(?=Doc \d+\(Title: ")', text)
     parts: list[dict[str, Any]] = [{"text": before, "document": None}]
