@@ -1,8 +1,8 @@
 """Registries of what a config key chooses by name: losses, estimators and rewards of answers.
 
-Each entry stands here once, with the address of its function and its needs, so that the config knows the names
-and their keys without importing a module that computes: JAX must not be imported before the command line has
-set its environment. A part that is added is a function and an entry.
+Each entry stands here once, with the address of its function and its needs, so that the config knows the
+names and keys without importing a module that computes: JAX must not be imported before the command line
+has set its environment. A part that is added is a function and an entry.
 """
 
 from __future__ import annotations
