@@ -31,6 +31,7 @@ from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.metrics.shown_steps import StepReporter
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
@@ -161,6 +162,7 @@ def _prepare(
     for line in answer_warnings(questions, "data.train"):
         console.warn(line)
     check_questions(questions, config.data.weights, config.prompt.template)
+    check_evidence(questions, config.reward)
     check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
