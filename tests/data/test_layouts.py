@@ -19,7 +19,7 @@ from calibadv_jax.config import ColumnsConfig, load_config
 from calibadv_jax.contrib.cli import prepare_data
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data import row_files
+from calibadv_jax.data import containers, row_files
 from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.data.layouts import LAYOUTS, NoAnswer, layout_of
 from calibadv_jax.data.questions import answer_warnings, load_questions, question_row, write_questions
@@ -245,7 +245,7 @@ def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
 
 
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_files, "BATCH_ROWS", 2)
+    monkeypatch.setattr(containers, "BATCH_ROWS", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
         load_questions(write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, ASKED | {"answer": ""}))
 
