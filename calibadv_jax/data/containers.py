@@ -1,8 +1,8 @@
 """What a file of rows is: unpack it, read its Arrow table, or refuse it with a way out.
 
 The first bytes of a file decide, not its name. Compressed files are read as streams, within a limit; nothing
-is unpacked to disk. The modules calibadv_jax/data/containers and retriever/corpus/containers are equal but for
-their error class, since neither package imports the other.
+is unpacked to disk. The modules calibadv_jax/data/containers and retriever/corpus/containers are equal
+but for their error class, since neither package imports the other.
 """
 
 from __future__ import annotations

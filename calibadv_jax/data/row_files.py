@@ -1,8 +1,8 @@
 """Find data files, and read their rows.
 
-Formats: JSON Lines, a JSON array, a JSON object around such an array, csv, tsv, and the tables and packed files
-of `containers`. The first bytes decide the format, not the name. Rows are read one by one: a file may exceed
-the memory.
+Formats: JSON Lines, a JSON array, a JSON object around such an array, csv, tsv, and the tables and packed
+files of `containers`. The first bytes decide the format, not the name. Rows are read one by one: a file may
+exceed the memory.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ DATA_SOURCES = {
 
 # A NumPy array, written as text.
 _ARRAY = re.compile(r"array\((\[.*\])(?:,\s*dtype=\w+)?\)", re.DOTALL)
+# The same inside an object, as pandas writes SQuAD's answers.
+_ARRAY_INSIDE = re.compile(r"array\((\[[^\[\]]*\])(?:,\s*dtype=[\w.'<>]+)?\)")
 _WHOLE_FLOAT = re.compile(r"-?\d+\.0")
 # The beginning of a JSON object whose key holds the rows: TriviaQA's "Data", SQuAD's "data" after a
 # "version", "rows" of the hub's viewer. Group 1 is the key.
@@ -352,6 +354,28 @@ def parse_list(text: str) -> list[Any] | None:
         return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
     if _is_plain_list(python_value):
         return cast(list[Any], python_value)
+    return None
+
+
+def parse_objects(text: str) -> Any:
+    """Return the object, or the list of objects, that a text holds, as JSON, Python or pandas write it.
+
+    Returns:
+        A dictionary or a list of dictionaries; None if the text holds neither.
+    """
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "{}"):
+        return None
+    readings: tuple[tuple[Callable[[str], Any], str], ...] = (
+        (json.loads, text),
+        (ast.literal_eval, text),
+        (ast.literal_eval, _ARRAY_INSIDE.sub(r"\1", text)),
+    )
+    for read, form in readings:
+        value = _evaluated(read, form)
+        items = value if isinstance(value, list) else [value]
+        if items and all(isinstance(item, dict) for item in items):
+            return value
     return None
 
 

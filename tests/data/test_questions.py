@@ -15,7 +15,7 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
-from calibadv_jax.data.layouts import undo_pandas_number
+from calibadv_jax.data.golden_answers import undo_pandas_number
 from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions, read_questions, select_evenly, write_questions
 from calibadv_jax.data.row_files import source_of
@@ -207,6 +207,8 @@ LISTED = {
     "[1999, 2000]": ("1999", "2000"),
     "['minus', -1]": ("minus", "-1"),
     "Ada": ("Ada",),
+    "[{'text': 'Ada'}, {'text': 'Bo', 'aliases': ['B.']}]": ("Ada", "Bo", "B."),
+    "{'text': array(['Ada', 'Bo'], dtype=object), 'answer_start': array([7, 9], dtype=int32)}": ("Ada", "Bo"),
     "[Fe(CN)6]": ("[Fe(CN)6]",),
     "[a] and [b]": ("[a] and [b]",),
     "[__import__('os').getcwd()]": ("[__import__('os').getcwd()]",),
@@ -234,8 +236,8 @@ def test_list_in_a_table_cell_is_parsed(tmp_path, column, separator):
 BROKEN = [
     "['Ada', Bo]",
     '["Ada", "Bo"',
-    "[{'text': 'Ada'}]",
-    "{'text': 'Ada'}",
+    "[{'words': 'Ada'}",
+    "{'text': 'Ada'",
     "['Ada', b'Bo']",
     "['A', ['Bo']]",
 ]
