@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from retriever_rig import refuses, write_rows
 
-from retriever.corpus import layouts, offsets, passages, prepare
+from retriever.corpus import containers, layouts, offsets, passages, prepare
 from retriever.corpus import rows as corpus_rows
 from retriever.corpus.offsets import HEADER, cache_file, load_offsets, save_offsets, scan
 from retriever.corpus.pages import Pages
@@ -164,7 +164,7 @@ def test_gzip_and_plain_corpora_are_the_same(tmp_path):
     packed = table_of(tmp_path, "c.jsonl", path.read_bytes(), True)
     assert load_corpus(packed).sha256 == load_corpus(path).sha256
     packed.write_bytes(packed.read_bytes()[:-20])
-    refuses("broken file", load_corpus, packed)
+    refuses("broken gzip file", load_corpus, packed)
     path.write_text("")
     refuses("no passages", load_corpus, path)
     for read, message in ((load_corpus, "no such corpus"), (Pages, "no such file of pages")):
@@ -217,7 +217,7 @@ def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
     assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
     monkeypatch.setattr(passages, "GZIP_LIMIT", 30)
     refuses(r"more than 30 bytes.*prepare_corpus .*c.tsv --output", load_corpus, table)
-    refuses(r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)", load_corpus, packed)
+    refuses(r"c.jsonl.gz: more than 30 bytes; unpack it", load_corpus, packed)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 50))
@@ -387,7 +387,7 @@ def test_row_of_every_layout_is_converted(tmp_path, content, expected):
 
 
 def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "BATCH", 2)
+    monkeypatch.setattr(containers, "BATCH_ROWS", 2)
     rows = [{"_id": n, "title": f"T{n}", "text": f"x{n}", "vector": [0.5] * 3} for n in range(5)]
     results = converted(tmp_path, parquet(tmp_path / "p", *rows).read_bytes())
     assert results == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
@@ -457,8 +457,8 @@ def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
         (b'id\ttext\n1\t"x\n2\ty\n3\t"z" z\n', "input: not a csv or tsv .line 4: a cell holds rows"),
         (b"id,text\n,x\n", "input:2: no id; --number_ids"),
         (b'{"id": 1, "text": "\xff"}\n', "input: not valid UTF-8"),
-        (b"\x1f\x8bnope", "input: broken file"),
-        (b"PAR1nope", "input: broken file"),
+        (b"\x1f\x8bnope", "input: broken gzip file"),
+        (b"PAR1nope", "input: broken parquet file"),
         (b"", "no passage is left of 0"),
         (lines({"id": 1, "text": " "}), "no passage is left of 1"),
     ],
