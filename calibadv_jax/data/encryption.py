@@ -48,12 +48,36 @@ def decrypt_row(row: DataRow, question_keys: Collection[str]) -> DataRow:
     is_long_enough = bool(questions) or len(evidence[0]) >= MIN_BYTES
     if not is_long_enough or not all(evidence):
         return row
+    best_key = None
+    best_share = 0.0
+    for key in _keys(canary):
+        opened = [_opened(ciphertext, key) for ciphertext in evidence]
+        share = min(_share_of_words(text) for text in opened)
+        if share > best_share:
+            best_key = key
+            best_share = share
+    if best_key is None:
+        return row
+    return row | {name: _decrypted(text, best_key) for name, text in texts.items()}
+
+
+def _keys(canary: str) -> list[bytes]:
+    """Return the keys that a canary may stand for."""
+    keys = []
     for password in dict.fromkeys((canary, canary.strip())):
         secret = password.encode(errors="replace")
-        for key in (hashlib.sha256(secret).digest(), secret):
-            if all(_opened(ciphertext, key) is not None for ciphertext in evidence):
-                return row | {name: _decrypted(text, key) for name, text in texts.items()}
-    return row
+        keys += [hashlib.sha256(secret).digest(), secret]
+    return keys
+
+
+def _share_of_words(text: str | None) -> float:
+    """Return the share of a text that is letters, digits and space; 0 for None.
+
+    A wrong canary of plain words opens plain words too, but to signs among the letters.
+    """
+    if not text:
+        return 0.0
+    return sum(letter.isalnum() or letter.isspace() for letter in text) / len(text)
 
 
 def looks_encrypted(text: str) -> bool:

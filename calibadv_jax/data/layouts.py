@@ -14,19 +14,19 @@ from typing import Any
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.chats import as_chat, only_request
-from calibadv_jax.data.choices import (
+from calibadv_jax.data.golden_answers import (
+    NO_AND_YES,
+    answer_texts,
+    undo_pandas_number,
+    values_of,
+)
+from calibadv_jax.data.multiple_choice import (
     CHOICE_COLUMNS,
     CHOICE_KEYS,
     gold_key,
     read_choices,
     right_choices,
     with_choices,
-)
-from calibadv_jax.data.golden_answers import (
-    NO_AND_YES,
-    answer_texts,
-    undo_pandas_number,
-    values_of,
 )
 from calibadv_jax.data.row_files import DataRow
 
