@@ -98,6 +98,8 @@ _WRAPPER = re.compile(
     rb'\s*\{\s*(?:"\w{1,40}"\s*:\s*(?:"[^"]{0,200}"|[\w.+-]{1,40})\s*,\s*){0,9}'
     rb'"([Dd]ata|rows|examples|[Qq]uestions|items|instances|records)"\s*:\s*\['
 )
+# The beginning of a reply of the hub's viewer: its "rows" come after the "features".
+_VIEWER = re.compile(rb'\s*\{\s*"features"\s*:\s*\[\s*\{\s*"feature_idx"')
 # The line by which Excel names the delimiter of a table.
 _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?\s*')
 _SUFFIXES = re.compile(
@@ -234,10 +236,13 @@ def _text_file_rows(path: Path) -> Iterator[tuple[str, Any]]:
             head = cast(io.BufferedReader, file).peek(HEAD_BYTES)[:HEAD_BYTES].removeprefix(b"\xef\xbb\xbf")
             first_byte = head.lstrip()[:1]
             wrapper = _WRAPPER.match(head)
+            wrapper_key = wrapper[1].decode() if wrapper else ""
+            if _VIEWER.match(head):
+                wrapper_key = "rows"
             if first_byte == b"[":
                 yield from _array_rows(path, file, "")
-            elif wrapper:
-                yield from _array_rows(path, file, wrapper[1].decode())
+            elif wrapper_key:
+                yield from _array_rows(path, file, wrapper_key)
             elif first_byte == b"{":
                 yield from _line_rows(path, file)
             elif first_byte:
