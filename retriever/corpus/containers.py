@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.orc as orc
 import pyarrow.parquet as pq
 
@@ -50,9 +49,8 @@ ZIP = b"PK\x03\x04"
 PARQUET = b"PAR1"
 ARROW_FILE = b"ARROW1"
 ARROW_STREAM = b"\xff\xff\xff\xff"
-FEATHER = b"FEA1"
 ORC = b"ORC"
-TABLES = (PARQUET, ARROW_FILE, ARROW_STREAM, FEATHER, ORC)
+TABLES = (PARQUET, ARROW_FILE, ARROW_STREAM, ORC)
 
 
 class Compression(NamedTuple):
@@ -93,6 +91,7 @@ FOREIGN_FORMATS = (
     ForeignFormat(b"SQLite format 3", 0, "an SQLite database", "export its table as CSV"),
     ForeignFormat(b"\x89HDF", 0, "an HDF5 file", _TO_PARQUET),
     ForeignFormat(b"Obj\x01", 0, "an Avro file", _TO_PARQUET),
+    ForeignFormat(b"FEA1", 0, "an old Feather file", _TO_PARQUET),
     ForeignFormat(b"\x93NUMPY", 0, "a NumPy array", _TO_PARQUET),
     ForeignFormat(b"%PDF", 0, "a PDF document", "convert it to text, a row for each passage or question"),
     ForeignFormat(b"<!doctype", 0, "an HTML page, perhaps one about the file", "download the file itself"),
@@ -359,7 +358,7 @@ def table_batches(path: Path, choose: Callable[[list[str]], list[str]]) -> Itera
     """Read a table of Arrow.
 
     Args:
-        path: A file of parquet, Arrow (with or without an index), Feather or ORC.
+        path: A file of parquet, of Arrow (which is Feather too, or a stream) or of ORC.
         choose: Returns the columns to read, given the names of all.
 
     Yields:
@@ -377,7 +376,7 @@ def table_batches(path: Path, choose: Callable[[list[str]], list[str]]) -> Itera
                 rows = batch.slice(start, BATCH_ROWS).to_pylist()
                 yield names, [{name: _plain(value) for name, value in row.items()} for row in rows]
     except (pa.ArrowException, OSError) as error:
-        kind = "parquet" if head.startswith(PARQUET) else "Arrow, Feather or ORC"
+        kind = "parquet" if head.startswith(PARQUET) else "Arrow or ORC"
         reason = " ".join(str(error).split())[:300]
         raise ContainerError(f"{path}: broken {kind} file ({reason}); copy it again") from error
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
@@ -400,10 +399,6 @@ def _record_batches(
         names = table.schema.names
         for stripe in range(table.nstripes):
             yield names, table.read_stripe(stripe, columns=choose(names))
-    elif head.startswith(FEATHER):
-        table = feather.read_table(path)
-        for batch in table.to_batches():
-            yield table.schema.names, batch.select(choose(table.schema.names))
     elif head.startswith(ARROW_FILE):
         with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
             names = reader.schema.names

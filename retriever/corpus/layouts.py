@@ -297,10 +297,11 @@ def _compose(title: str | None, text: str | None, contents: str | None) -> str:
 def _string(
     fields: Mapping[str, Any], keys: Iterable[str], where: str, without: str | None = None
 ) -> str | None:
-    """Return the first of these fields that is not null, or None.
+    """Return the first of these fields that holds text; an empty text or None if none does.
 
     The sentences of a list are joined, but for a first one that is `without`, the title.
     """
+    empty = None
     for key in keys:
         value = fields.get(key, fields.get(key.lower()))
         if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
@@ -318,9 +319,12 @@ def _string(
             if key in TITLES:  # an object of that name is no title, such as an entity's
                 continue
             raise RetrieverError(f"{where}: key {key!r} must be text, got {value!r:.60}; correct the row")
+        if not value.strip():
+            empty = value
+            continue
         # Half of a surrogate pair becomes U+FFFD.
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return None
+    return empty
 
 
 def _text_rows(path: Path, columns: Columns) -> Iterator[PlacedRow]:

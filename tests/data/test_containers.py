@@ -120,7 +120,6 @@ def tar_of(content):
         arrow_file_of(ROWS),
         written_by(pq.write_table, ROWS),
         written_by(feather.write_feather, ROWS),
-        written_by(lambda table, sink: feather.write_feather(table, sink, version=1), ROWS),
         written_by(orc.write_table, ROWS),
     ],
 )
@@ -178,6 +177,7 @@ def test_other_folder_is_refused(tmp_path, state, message):
         (tar_of(LINES), "a tar archive; unpack it"),
         (gzip.compress(tar_of(LINES)), "a tar archive; unpack it"),
         (b"7z\xbc\xaf\x27\x1c" + b"x" * 9, "a 7z archive"),
+        (b"FEA1" + b"x" * 9, "an old Feather file; write its rows to parquet"),
         (b"SQLite format 3\0" + b"x" * 9, "an SQLite database; export its table"),
         (b"\xd0\xcf\x11\xe0" + b"x" * 9, "an old or encrypted Office file; save its sheet as CSV UTF-8"),
         (
@@ -197,7 +197,7 @@ def test_other_folder_is_refused(tmp_path, state, message):
         (lzma.compress(LINES)[:-9], "broken xz file"),
         (packed_by_arrow("zstd", LINES * 9)[:-9], "broken zstd file"),
         (zipped(**{"q.jsonl": LINES})[:-30], "broken zip file"),
-        (stream_of(ROWS)[:-60], "broken Arrow, Feather or ORC file"),
+        (stream_of(ROWS)[:-60], "broken Arrow or ORC file"),
     ],
 )
 def test_other_files_are_refused_with_a_way_out(tmp_path, content, message):

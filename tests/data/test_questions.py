@@ -473,3 +473,12 @@ def test_chat_question_ends_with_its_line(tmp_path):
     assert [each.question.text for each in demonstrations] == list(rows)
     assert demonstrations[1].question.id == "2"
     assert demonstrations[3].turns[0].observation == f"{shown[0]}\nb"
+
+
+def test_name_of_a_data_source_has_no_control_characters(tmp_path):
+    """It becomes a name in tables, metrics and on the terminal."""
+    rows = [GOOD | {"data_source": "n\x1b[2Jq\n a"}, GOOD | {"golden_answers": [], "data_source": "b\x07"}]
+    (_, question), (_, reason) = read_questions(write_rows(tmp_path / "q.jsonl", *rows), "q")
+    assert (question.data_source, reason.source) == ("n[2Jq a", "b")
+    with pytest.raises(UserError, match="q.jsonl:1: field 'data_source' must be a non-empty string"):
+        load_questions(write_rows(tmp_path / "q.jsonl", GOOD | {"data_source": "\x1b"}))

@@ -515,3 +515,78 @@ def test_real_passages_survive_every_layout(shared, tmp_path):
     table = parquet(tmp_path / "p", *objects).read_bytes()
     for content in (lines(*objects), table, tsv.encode()):
         assert converted(tmp_path, content) == rows
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"pid": "P1", "docid": "D1", "passage": "One."}, "P1"),  # MS MARCO v2
+        ({"doc_id": "D1", "chunk_id": "C1", "text": "One."}, "C1"),
+        ({"document_id": "D1", "passage_id": "C1", "text": "One."}, "C1"),
+        ({"docno": "N1", "docid": "D1", "text": "One."}, "N1"),
+        ({"docid": "D1", "id": 1.0, "text": "One."}, "1"),
+        ({"docid": "D1", "id": float("nan"), "text": "One."}, "D1"),
+        ({"ID": "x", "Text": "One."}, "x"),
+        ({"text": "One.", "metadata": {"id": "x"}}, "x"),
+    ],
+)
+def test_id_of_passage_wins_over_that_of_its_document(row, expected):
+    assert layouts.to_passage(row, "f:1").id == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"wikipedia_title": "Old Mill", "text": ["Old Mill\n", "Built in 1702.\n"]},  # KILT
+        {"name": "Old Mill", "text": "Built in 1702."},
+        {"headline": "Old Mill", "body": "Built in 1702."},
+        {"doc_title": "Old Mill", "segment": "Built in 1702."},
+        {"Title": "Old Mill", "Text": "Built in 1702."},
+        {"title": "", "page_title": None, "wiki_title": "Old Mill", "text": "Built in 1702."},
+        {"page_content": "Built in 1702.", "metadata": {"title": "Old Mill", "source": "x"}},  # LangChain
+        {"content": "Built in 1702.", "meta": {"name": "Old Mill"}},  # Haystack
+        {"_source": {"title": "Old Mill", "text": "Built in 1702."}},  # Elasticsearch
+        {"text": "Built in 1702.", "metadata": '{"title": "Old Mill"}'},
+        {"title": "Old Mill", "abstract": "Built in 1702."},
+        {"title": "Old Mill", "text": None, "contents": None, "body": "Built in 1702."},
+    ],
+)
+def test_title_is_read_under_its_usual_keys(row):
+    assert layouts.to_passage({"id": "1"} | row, "f:1").contents == '"Old Mill"\nBuilt in 1702.'
+
+
+def test_number_may_be_a_title():
+    assert (
+        layouts.to_passage({"id": 1, "title": 1984, "text": "A novel."}, "f:1").contents == '"1984"\nA novel.'
+    )
+
+
+@pytest.mark.parametrize("text", [None, "", float("nan"), [], " "])
+def test_passage_without_text_is_left_out(tmp_path, text):
+    rows = {"id": "1", "title": "A", "text": text}, {"id": "2", "title": "B", "text": "Some."}
+    (tmp_path / "c.jsonl").write_bytes(lines(*rows))
+    counts = prepare_corpus([str(tmp_path / "c.jsonl")], tmp_path / "out.jsonl", progress=False)
+    assert (counts.written, counts.untitled, dict(counts.dropped)) == (1, 0, {"no text": 1})
+
+
+def test_passages_without_titles_are_announced_and_keys_can_be_named(tmp_path, capsys):
+    row = {"nr": "1", "label": "Old Mill", "words": "Built in 1702."}
+    (tmp_path / "c.jsonl").write_bytes(lines(row))
+    command = [str(tmp_path / "c.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--id", "nr"]
+    assert main([*command, "--text", "words"]) == 0
+    assert "warning: 1 of 1 passages have no title; if a key holds" in capsys.readouterr().err
+    assert main([*command, "--text", "words", "--title", "label"]) == 0
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / "out.jsonl").read_text())["contents"] == '"Old Mill"\nBuilt in 1702.'
+    assert main([*command, "--text", "none"]) == 2
+    assert (
+        "c.jsonl:1: no key 'none': the keys are nr, label, words; correct --text" in capsys.readouterr().err
+    )
+    assert main(command) == 2
+    assert "name it (python -m retriever.prepare_corpus --text KEY)" in capsys.readouterr().err
+
+
+def test_service_says_that_its_corpus_has_no_titles(tmp_path, capsys):
+    (tmp_path / "c.csv").write_text("id,text\n1,Built in 1702.\n")
+    assert len(load_corpus(tmp_path / "c.csv", progress=False)) == 1
+    assert "c.csv: no passage has a title" in capsys.readouterr().err
