@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -212,7 +213,8 @@ def to_passage(row: Mapping[str, Any], where: str, columns: Columns = KNOWN_COLU
     contents = None if columns.text else _string(fields, ("contents",), where)
     title = _string(fields, title_keys, where)
     text = _string(fields, text_keys, where, without=title)
-    _check_names(fields, columns, where)
+    if columns != KNOWN_COLUMNS:
+        _check_names(fields, columns, where)
     has_text_key = columns.text or not {*text_keys, "contents"}.isdisjoint(fields)
     if not has_text_key:
         texts = ", ".join(repr(name) for name in TEXTS[:5])
@@ -242,11 +244,19 @@ def _check_names(fields: Mapping[str, Any], columns: Columns, where: str) -> Non
             raise RetrieverError(f"{where}: no key {name!r}: the keys are {keys}; correct --{option}")
 
 
-def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+@lru_cache(maxsize=64)
+def _is_flat(names: tuple[Any, ...]) -> bool:
+    """Return whether names are in lower case, and none is that of an object with further fields."""
+    return all(str(name) == str(name).strip().lower() and name not in NESTED for name in names)
+
+
+def _fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields of a row and of the objects in it by their names, as written and in lower case.
 
     Fields of the row itself win over those of an object, and an object's may be JSON as text.
     """
+    if _is_flat(tuple(row)):
+        return row
     fields: dict[str, Any] = {}
     for name, value in row.items():
         fields.setdefault(str(name), value)
