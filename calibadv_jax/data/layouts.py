@@ -23,6 +23,7 @@ from calibadv_jax.data.golden_answers import (
 from calibadv_jax.data.multiple_choice import (
     CHOICE_COLUMNS,
     CHOICE_KEYS,
+    check_no_choices,
     gold_key,
     read_choices,
     right_choices,
@@ -345,6 +346,7 @@ def _question_and_answers(
     """Return a question and its golden answers; of multiple choice the question with its choices."""
     choices = read_choices(row)
     if not choices:
+        check_no_choices(row, answers, where)
         return question, answer_texts(answers, where, answer_key)
     key = gold_key(row, answer_key)
     gold = answers if key == answer_key else row[key]

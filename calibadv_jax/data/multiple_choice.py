@@ -51,6 +51,18 @@ def read_choices(row: DataRow) -> list[Choice]:
     return [Choice(letter, columns[letter]) for letter in letters]
 
 
+def check_no_choices(row: DataRow, gold: Any, where: str) -> None:
+    """Raise UserError if a row has choices of an unknown form, and its answer only names one of them."""
+    names_a_choice = isinstance(gold, int) or re.fullmatch(r"[A-Ja-j]|\d{1,2}", str(gold)) is not None
+    for key in CHOICE_KEYS:
+        value = row.get(key)
+        if names_a_choice and isinstance(value, list | Mapping) and len(value) > 1:
+            raise UserError(
+                f"{where}: key {key!r} must be a list of texts, got {value!r:.80}; "
+                "correct the row, or write the text of the right choice as its answer"
+            )
+
+
 def gold_key(row: DataRow, answer_key: str) -> str:
     """Return the key that names the right choice: one of `GOLD_KEYS`, or else the key of the answer."""
     for key in GOLD_KEYS:

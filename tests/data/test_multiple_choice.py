@@ -69,6 +69,7 @@ def test_row_of_such_a_file_may_be_open(tmp_path):
         ({"answer": "C"}, UserError, "none of the choices"),
         ({"choices": ["1", "0"], "answer": "1"}, UserError, "names two different choices"),
         ({"choices": ["B", "A"], "answer": "A"}, UserError, "names two different choices"),
+        ({"choices": [["Ulm"], ["Rye"]], "answer": 1}, UserError, "key 'choices' must be a list of texts"),
         ({"answer": -1}, NoAnswer, "key 'answer' holds no answer"),
         ({"answer": ""}, NoAnswer, "key 'answer' holds no answer"),
     ],
