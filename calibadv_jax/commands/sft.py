@@ -368,7 +368,7 @@ def _drawn_samples(
     longest = config.sft_row_length
     drawn: Iterable[Demonstration]
     if config.sft.demonstrations == "world":
-        drawn = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
+        drawn = load_optional("worlds.world_demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
     for demonstration in drawn:
