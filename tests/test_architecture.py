@@ -46,7 +46,7 @@ OPTIONAL = {
 CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
-        *("commands.evaluate", "metrics.trackers", "run.critic_training"),
+        *("commands.evaluate", "metrics.trackers", "run.critic_training", "run.tracking"),
         *("policy.kernels.blockwise", "policy.kernels.flash"),
         *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),
         *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.rollout_workers"),
