@@ -211,7 +211,7 @@ def phase_headings(phases: Sequence[SftPhase], updates: Sequence[int], done: int
         first = max(start, done) + 1
         start += count
         if first <= start:
-            line = f"phase {number} of {len(phases)}: {phase.kind}, {count} updates"
+            line = f"phase {number} of {len(phases)}: {phase.kind}, updates {start - count + 1} to {start}"
             is_change = number > 1 and first > done + 1
             headings[first] = f"{line}; other demonstrations, so the loss jumps" if is_change else line
     return headings

@@ -38,9 +38,11 @@ def chain(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "open_services", services)
     monkeypatch.setattr(quickstart, "find_policy", lambda path: str(path))
     monkeypatch.setattr(quickstart, "evaluate_policy", evaluated)
-    monkeypatch.setattr(
-        quickstart.train, "run", lambda now, kept: done.append(("train", now.retriever.url, replace(kept, log=config.log) == config))
-    )
+
+    def trained(now, kept):
+        done.append(("train", now.retriever.url, replace(kept, log=config.log) == config))
+
+    monkeypatch.setattr(quickstart.train, "run", trained)
     monkeypatch.setattr(quickstart.export, "export", lambda config: done.append("export") or tmp_path / "hf")
     monkeypatch.setattr(quickstart.report_command, "is_installed", lambda: True)
     monkeypatch.setattr(

@@ -118,9 +118,9 @@ def test_rows_are_planned_only_if_one_more_may_be_needed(monkeypatch):
 def test_phases_are_announced_where_the_demonstrations_change():
     """Also by a start that goes on within a phase, or at the end of one."""
     phases = [SftPhase(steps=2, kind="drills"), SftPhase(steps=3, kind="lookups"), SftPhase(steps=1)]
-    first = "phase 1 of 3: drills, 2 updates"
-    second = "phase 2 of 3: lookups, 3 updates"
-    third = "phase 3 of 3: imperfect, 1 updates; other demonstrations, so the loss jumps"
+    first = "phase 1 of 3: drills, updates 1 to 2"
+    second = "phase 2 of 3: lookups, updates 3 to 5"
+    third = "phase 3 of 3: imperfect, updates 6 to 6; other demonstrations, so the loss jumps"
     jump = "; other demonstrations, so the loss jumps"
     assert sft.phase_headings(phases, [2, 3, 1], 0) == {1: first, 3: second + jump, 6: third}
     assert sft.phase_headings(phases, [2, 3, 1], 2) == {3: second, 6: third}
