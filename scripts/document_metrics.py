@@ -49,8 +49,8 @@ What Weights & Biases and MLflow show of a run:
   behind it. Group: the folder that holds the seeds.
 - **Config**: every key, without secrets. MLflow's parameters are fixed: a value that a later start changed is
   the tag `changed/KEY`.
-- **Table `trajectories`**, every `log.tables_every` steps: question, answer, score, queries, advantage of each
-  turn, transcript; whole groups, at most 64 rows. In MLflow it is `trajectories/step_N.json`.
+- **Table `trajectories`**, every `log.tables_every` steps: question, answer, score, queries, advantage of
+  each turn, transcript; whole groups, at most 64 rows. In MLflow it is `trajectories/step_N.json`.
 
 Prometheus names are `calibadv_` and the name with `_` for other characters: `calibadv_reward_mean`. vLLM
 workers and the retrieval service have `/metrics` on their ports too:
