@@ -53,6 +53,8 @@ class LogConfig:
     """Newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10
     """Older steps whose number is a multiple of this keep their trajectories too; 0: none."""
+    tables_every: NonNegativeInt = 10
+    """Steps between two tables of trajectories in Weights & Biases and MLflow (docs/metrics.md); 0: none."""
     transcripts: NonNegativeInt = 0
     """Trajectories of each training step that the console shows, each for a different question."""
     progress: bool = True
