@@ -5,6 +5,7 @@ Formulas and sources: docs/credit.md, and the docstring of each estimator.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -196,8 +197,11 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
     if config.estimator in ESTIMATORS:
         return ESTIMATORS[config.estimator]
     key = "advantage.base" if config.is_calibrated else "advantage.name"
-    function = import_user_function(config.estimator, key, ("groups", "config"), _EXPECTED_FUNCTION)
-    docstring = (function.__doc__ or "the result of that function").strip()
+    own_function = import_user_function(
+        config.estimator, key, ("groups", "config"), _EXPECTED_FUNCTION, tuple(config.args)
+    )
+    function = functools.partial(own_function, **config.args)
+    docstring = (own_function.__doc__ or "the result of that function").strip()
     summary = docstring.partition("\n")[0]
     template = summary.replace("{", "{{").replace("}", "}}")  # `formula` formats it
     return Estimator(function, template, turn_description="a function of your own")

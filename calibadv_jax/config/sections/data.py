@@ -35,7 +35,7 @@ class DataConfig(Section):
     """Held-out questions, in the same forms."""
     columns: Annotated[ColumnsConfig, Mark.UNLEARNED] = Field(default_factory=ColumnsConfig)
     """Keys of the rows of data.train and data.eval, where their layout is not a known one."""
-    weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
+    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Share of each data_source in the training questions, in any unit; empty: all once an epoch."""
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""

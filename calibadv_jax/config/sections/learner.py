@@ -43,6 +43,8 @@ class LossConfig(Section):
     name: str = "vanilla"
     """vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance, balance_detached, sapo, dppo_tv,
     dppo_kl or dro (docs/losses.md), or a function of your own as package.module:function."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of your own function in `name`, by name."""
     clip_low: NonNegativeFloat = 0.2
     """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: lower bound -clip_low of the ratio's
     logarithm. dppo_tv, dppo_kl: largest distance of probabilities for a token with a negative advantage."""
@@ -127,6 +129,8 @@ class LossConfig(Section):
     def _faults(self) -> Iterator[str]:
         if not is_address(self.name):
             yield from self._name_faults()
+            if self.args:
+                yield f"loss.args is set, but loss.name={self.name} is no function of your own: leave it out"
         if self.name in SEQUENCE_LOSSES and self.aggregation != "sequence_mean":
             yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
         for key in ("dual_clip", "importance_high"):
