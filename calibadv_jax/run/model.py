@@ -74,11 +74,13 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
     hf_config = read_hf_config(source) if path else dict(config.policy.init)
     tokenizer_folder, tokenizer_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
     tokenizer = load_tokenizer(tokenizer_folder)
-    vocab_size = hf_config.setdefault("vocab_size", len(tokenizer))
-    if vocab_size < len(tokenizer):
+    last_token, last_id = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    vocab_size = hf_config.setdefault("vocab_size", last_id + 1)
+    if last_id >= vocab_size:
         raise UserError(
-            f"{tokenizer_folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
-            f" {vocab_size}; use the tokenizer that belongs to the policy"
+            f"{tokenizer_folder}: the tokenizer has the id {last_id} ({last_token!r}), but the policy's"
+            f" vocab_size is {vocab_size}, so that this id has no embedding; use the tokenizer that belongs"
+            " to the policy"
         )
     # Snapshots and exports keep the ids in their config.json.
     hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
