@@ -13,11 +13,12 @@ from http_rig import Handler, serving
 from rows_rig import write_rows
 from tiny_policy import WIDER
 
+from calibadv_jax.commands import train
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -124,6 +125,52 @@ def test_failed_check_is_counted_and_others_run(config, capsys):
     failures = [line for line in lines if line.startswith("FAIL")]
     assert [line.split(":")[0] for line in failures] == ["FAIL questions", "FAIL policy"]
     assert last == "2 of 6 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
+
+
+def test_start_and_doctor_name_every_fault_at_once(config, capsys, tmp_path):
+    """Without waiting for services: the local faults end the start in any case."""
+    broken = changed(
+        with_retriever(config, "http://127.0.0.1:9"),
+        data={"train": str(tmp_path / "none.jsonl"), "eval": str(tmp_path / "nil.jsonl")},
+        policy={"path": str(tmp_path / "nowhere"), "tokenizer": str(tmp_path / "no_words")},
+        sampler={"name": "vllm", "urls": ["http://127.0.0.1:9"], "patience": 3600.0},
+        retriever={"patience": 3600.0},
+        reward={"answer": "nowhere_of_tests:mine"},
+        evaluate={"every": 5},
+    )
+    texts = (
+        "none.jsonl: no such file",
+        "nowhere/config.json: no such file",
+        "no_words: no tokenizer files there",
+        "importing nowhere_of_tests failed",
+        "nil.jsonl: no such file",
+        "retriever http://127.0.0.1:9: cannot be reached",
+        "vLLM worker http://127.0.0.1:9: cannot be reached",
+    )
+    with pytest.raises(UserError) as refused:
+        train.run(broken)
+    message = str(refused.value)
+    assert message.startswith("7 faults: (1) ") and "\n" not in message
+    assert [text for text in texts if text not in message] == []
+    assert not isinstance(refused.value, EnvironmentFailure)
+    assert not (tmp_path / "run/configs").exists()
+    lines, last = findings(capsys, broken, failed=1)
+    failures = "\n".join(line for line in lines if line.startswith("FAIL"))
+    assert [text for text in texts if text not in failures] == []
+
+
+def test_start_compares_weights_before_it_waits_for_services(config, tmp_path):
+    config = with_retriever(with_weights(config, tmp_path / "b", head_dim=None), "http://127.0.0.1:9")
+    waiting = changed(config, retriever={"patience": 3600.0})
+    with pytest.raises(UserError, match=r"2 faults: \(1\) .*tensor\(s\) do not fit .*\(2\) retriever http"):
+        train.run(waiting)
+
+
+def test_doctor_asks_services_without_questions(config, capsys, tmp_path):
+    broken = changed(config, data={"eval": str(tmp_path / "nil.jsonl")})
+    with replying(working_retriever()) as url:
+        lines, _ = findings(capsys, with_retriever(broken, url), failed=1)
+    assert any(line.startswith("ok   retriever: ") for line in lines)
 
 
 def with_weights(config, folder, **fields):

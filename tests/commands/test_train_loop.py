@@ -198,7 +198,7 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, cap
     config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
         train.run(replace(config, log=replace(config.log, progress=True)))
-    assert parts.order == ["inputs", "model", "rollouts", "closed"]
+    assert parts.order == ["model", "inputs", "rollouts", "closed"]
     assert {"newest checkpoint in run.dir", "data.content", "policy.config"} <= set(compared)
     output = capsys.readouterr()
     assert "waiting for the retriever" in output.err and "soft penalty" in output.out

@@ -192,6 +192,15 @@ def test_advice_on_too_long_trajectories_names_the_key(tmp_path):
         build_model(CONFIG, str(tmp_path))
 
 
+def test_yarn_extends_the_positions(tmp_path):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    write_policy(tmp_path, max_position_embeddings=4096, rope_scaling=yarn)
+    build_model(CONFIG, str(tmp_path))  # rollout.max_length is 16384
+    write_policy(tmp_path, max_position_embeddings=4096, rope_scaling=yarn | {"factor": 2.0})
+    with pytest.raises(UserError, match=r"up to 8192 .*rollout\.max_length is 16384; lower it, or stretch"):
+        build_model(CONFIG, str(tmp_path))
+
+
 def test_missing_policy_or_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     for path, words in ((tmp_path, "no tokenizer files there; set policy.tokenizer"), ("", "path is empty")):
