@@ -213,7 +213,7 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, cap
     parts.order.clear()
     with pytest.raises(UserError, match="run.seed"):
         train.run(replace(config, run=replace(config.run, seed=5)))
-    assert parts.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
+    assert parts.order == ["model", "inputs"] and (folder / "metrics.jsonl").read_text() == before
     write_questions(folder / "train.jsonl", QUESTIONS[:-1])
     with pytest.raises(UserError, match="data.content|data.train"):
         train.run(config)

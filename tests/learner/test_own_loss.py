@@ -119,6 +119,7 @@ def test_own_loss_gets_its_arguments(own):
     double_loss, (double_gradient,), _ = packed([row], twice)
     assert double_loss == pytest.approx(2 * loss) and loss != 0
     assert double_gradient == pytest.approx(2 * gradient)
+    assert len({once: 1, twice: 2}) == 2  # as keys of a cache
 
 
 @pytest.mark.parametrize("arguments", [{}, {"scale": 1.0, "other": 1}])
