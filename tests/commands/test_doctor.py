@@ -59,8 +59,8 @@ def config(tmp_path):
         run={"dir": str(tmp_path / "run")},
         data={name: str(tmp_path / f"{name}.jsonl") for name in files},
         policy=policy,
-        rollout={"max_length": 1024, "max_prompt_length": 512},
-        learner={"pack_length": 1024},
+        rollout={"max_length": 1024, "max_prompt_length": 512, "questions_per_step": 2},
+        learner={"pack_length": 1024, "steps": 100},
         prompt={"template": "short", "chat": "off"},
         mesh={"fsdp": 8},
     )
@@ -196,6 +196,14 @@ def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write(json.dumps(question("5", "who founded x ?")) + "\n")
     assert doctor.check_questions(config)[-1].startswith("warning: 1 questions are in both files")
+
+
+def test_questions_that_are_asked_too_often_are_a_warning(config):
+    assert not any("warning" in line for line in doctor.check_questions(config))
+    *_, last = doctor.check_questions(changed(config, learner={"steps": 1000}))
+    assert last.startswith(
+        "warning: data.train's 2 questions are asked 1,000 times each in learner.steps=1000"
+    )
 
 
 def test_overlong_prompts_are_counted_or_refused(config):

@@ -150,6 +150,39 @@ def test_killed_rollback_is_finished_by_the_next_start(run):
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["2", "5"]
 
 
+@pytest.mark.parametrize(
+    ("history", "kept"),
+    [
+        # Checkpoints by their step; before a colon the rollbacks that were counted when it was saved.
+        ([2, 4], ["1", "2", "4"]),  # 3 is of the time before the first rollback, 5 before the second
+        ([4, 2], ["1", "2"]),
+        ([], ["1", "2", "3", "4"]),  # as an earlier version noted it: the last rollback alone
+    ],
+)
+def test_killed_run_with_two_rollbacks_drops_the_checkpoints_of_both(run, history, kept):
+    with_checkpoint(run)
+    for step, rollbacks in ((1, 0), (2, 0), (3, 0), (4, 1), (5, 1)):
+        extra = run.folder / f"checkpoints/{step}/extra"
+        extra.mkdir(parents=True, exist_ok=True)
+        (extra / "metadata").write_text(json.dumps({"guards": {"rollbacks": rollbacks}}))
+    rollback = {"step": history[-1] if history else 4, "rollbacks": 2} | (
+        {"history": history} if history else {}
+    )
+    (run.folder / "rollback.json").write_text(json.dumps(rollback))
+    run()
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", '{"step": 2}', '{"step": "a", "rollbacks": 1}', '{"step": 1, "rollbacks": 2, "history": [1]}'],
+)
+def test_damaged_note_of_a_rollback_is_one_line(run, text):
+    with_checkpoint(run)
+    (run.folder / "rollback.json").write_text(text)
+    assert refuses(run, r"rollback.json: damaged; remove it")
+
+
 def test_policy_inside_run_is_fetched_first(run, tmp_path):
     with_checkpoint(run)
     (run.folder / "checkpoints/3/state").write_text("weights")

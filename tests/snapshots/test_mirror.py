@@ -19,13 +19,12 @@ from trainer_rig import GUARDED, Collapsing, ScriptedRollouts, checkpoints, make
 from calibadv_jax.commands.train import train
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.core.files import write_json
 from calibadv_jax.core.signals import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots import mirror as mirror_module
-from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback, note_rollback
 from calibadv_jax.snapshots.mirror import fetch_newest, open_mirror
 from calibadv_jax.snapshots.mirror_marker import MARKER, OBJECTS
 
@@ -406,6 +405,20 @@ def test_deleted_checkpoint_stays_deleted_after_kill(tmp_path, monkeypatch, is_d
     assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
 
 
+def test_copy_that_missed_two_rollbacks_drops_the_checkpoints_of_both(tmp_path, monkeypatch):
+    """The second rollback went to a later step than the first: what it kept in the store is of the first try."""
+    store, folder = tmp_path / "store", tmp_path / "a"
+    start(config_at(folder, store, learner={"steps": 4}, checkpoint={"every": 1, "keep": 9}))
+    assert steps_at(store) == [1, 2, 3, 4]
+    note_rollback(folder, 2, 1)
+    note_rollback(folder, 3, 2)
+    assert json.loads((folder / ROLLBACK).read_text())["history"] == [2, 3]
+    mirror = opened(folder, store)
+    mirror._marker.version = mirror._marker.read()
+    assert mirror._marker.rolled_back(mirror._marker.version).steps == (1, 2)
+    assert mirror._marker.rolled_back(mirror._marker.version).rollbacks == 2
+
+
 def test_kill_at_any_operation_leaves_whole_copy(tmp_path, monkeypatch):
     """Of a start that takes the copy over, rolls back and copies its next checkpoint.
 
@@ -452,7 +465,7 @@ def test_kill_at_any_operation_leaves_whole_copy(tmp_path, monkeypatch):
         left[0] = number
         with suppress(EnvironmentFailure):
             folder, mirror, _ = machine(number, "second")
-            write_json(folder / ROLLBACK, {"step": 1, "rollbacks": 1})
+            note_rollback(folder, 1, 1)
             with mirror:
                 mirror.drop_after(1)
                 shutil.rmtree(folder / "checkpoints/2")

@@ -41,6 +41,7 @@ from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"  # a wrong answer to any question, for the judge
+MANY_EPOCHS = 100  # a question that is asked more often is learned by heart
 STAND_IN = Question("stand-in", "What is the capital of France?", ("Paris",), "doctor")
 # How a check's line begins -> the status that is printed before it. Other lines are ok.
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}
@@ -103,6 +104,12 @@ def check_questions(config: Config) -> list[str]:
         check_fit(held_out, {}, config.prompt.template)
         lines += _question_lines(held_out, "data.eval")
     faults.raise_all()
+    num_epochs = config.learner.steps * config.rollout.questions_per_step / len(train)
+    if num_epochs > MANY_EPOCHS:
+        lines.append(
+            f"warning: data.train's {len(train)} questions are asked {num_epochs:,.0f} times each in"
+            f" learner.steps={config.learner.steps}; lower it, or add questions"
+        )
     train_texts = {question.text for question in train}
     held_out_texts = {question.text for question in held_out}
     num_shared = len(train_texts & held_out_texts)
