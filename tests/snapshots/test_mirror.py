@@ -405,8 +405,8 @@ def test_deleted_checkpoint_stays_deleted_after_kill(tmp_path, monkeypatch, is_d
     assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
 
 
-def test_copy_that_missed_two_rollbacks_drops_the_checkpoints_of_both(tmp_path, monkeypatch):
-    """The second rollback went to a later step than the first: what it kept in the store is of the first try."""
+def test_copy_that_missed_two_rollbacks_drops_the_checkpoints_of_both(tmp_path):
+    """The second rollback went to a later step: what it would keep in the store is of the first attempt."""
     store, folder = tmp_path / "store", tmp_path / "a"
     start(config_at(folder, store, learner={"steps": 4}, checkpoint={"every": 1, "keep": 9}))
     assert steps_at(store) == [1, 2, 3, 4]
