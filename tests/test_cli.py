@@ -191,6 +191,19 @@ def test_command_without_a_config_is_run_by_the_package(tmp_path):
     assert "nowhere" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "words", [["configs"], ["train", "--config", "configs/quickstart.yaml", "--dry-run"]]
+)
+def test_reader_that_ends_early_is_no_defect(words):
+    """As `head`; the pipe is closed before the program writes."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "calibadv_jax", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.PIPE_CLOSED, "")
+
+
 def test_bad_override_is_a_user_error(config_file, capsys):
     run = raising(AssertionError("ran"))
     assert status_of(run, ["--config", str(config_file), "learner.step=3"]) == 2

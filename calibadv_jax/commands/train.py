@@ -16,7 +16,7 @@ import jax
 
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import Faults, UserError
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.signals import Stop
@@ -41,10 +41,10 @@ from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import check_processes_agree
 from calibadv_jax.run.folder import check_service, enter_run_folder
-from calibadv_jax.run.model import Model, build_model
+from calibadv_jax.run.model import Model, build_model, check_start
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.trainer import UpdateResult
-from calibadv_jax.run.wiring import check_inputs, open_rollouts
+from calibadv_jax.run.wiring import check_inputs, impatient, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
 if TYPE_CHECKING:
@@ -157,17 +157,26 @@ def _prepare(
     Returns:
         The model, the questions whose prompts fit, and the number of questions whose prompts are too long.
     """
-    for line in describe_choices(config):
-        console.say(line)
-    questions = load_questions(config.data.train, config.data.columns)
-    for line in answer_warnings(questions, "data.train"):
-        console.warn(line)
-    check_questions(questions, config.data.weights, config.prompt.template)
-    check_evidence(questions, config.reward)
-    check_inputs(config, console.warn)
-    with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
+    faults = Faults()
+    questions: list[Question] = []
+    with faults.collected():
+        questions = load_questions(config.data.train, config.data.columns)
+        for line in answer_warnings(questions, "data.train"):
+            console.warn(line)
+        check_questions(questions, config.data.weights, config.prompt.template)
+        check_evidence(questions, config.reward)
+    with console.phase(f"{len(questions)} questions; loading the policy", announce=True), faults.collected():
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-        fitting, num_overlong = _fitting_questions(config, model, questions, console)
+        if _begins_with_weights(config):
+            check_start(config, model)
+    # Services come last. After a fault the start ends anyway, so they are asked once and not waited for.
+    with faults.collected():
+        for line in describe_choices(impatient(config) if faults else config):
+            console.say(line)
+    with faults.collected():
+        check_inputs(impatient(config) if faults else config, console.warn)
+    faults.raise_all()
+    fitting, num_overlong = _fitting_questions(config, model, questions, console)
     check_processes_agree(config, model, fitting, process_group)
 
     def enter_folder() -> bool:
@@ -176,6 +185,14 @@ def _prepare(
 
     process_group.run_on_main_and_broadcast("run folder", enter_folder)
     return model, fitting, num_overlong
+
+
+def _begins_with_weights(config: Config) -> bool:
+    """Whether this start will read the weights of policy.path, or its first adapters."""
+    is_fresh = newest_step(Path(config.run.dir) / "checkpoints") is None
+    if is_fresh:
+        return not config.run.mirror  # a checkpoint may still come from there
+    return config.keeps_initial_policy or config.policy.lora.rank > 0
 
 
 def _fitting_questions(

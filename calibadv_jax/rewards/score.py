@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -183,7 +184,7 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
             rewards[name] = load_function(address)(trajectory.answer, trajectory.question.golden_answers)
     for name in config.weights:
         if is_address(name):
-            rewards[metric_name(name)] = own_score(name, trajectory)
+            rewards[metric_name(name)] = own_score(name, trajectory, config.arguments_of(name))
     is_valid = not format_flaw(trajectory)
     metrics = trajectory.metrics | rewards
     evidence = find_evidence(trajectory)
@@ -337,12 +338,13 @@ def metric_name(reward: str) -> str:
     return function_name or reward
 
 
-def own_score(address: str, trajectory: Trajectory) -> float:
+def own_score(address: str, trajectory: Trajectory, arguments: Mapping[str, Any]) -> float:
     """Return the score that a user's own function gives a trajectory.
 
     Args:
         address: ``package.module:function``, which takes the trajectory.
         trajectory: a finished trajectory.
+        arguments: further arguments of the function, by name (`reward.args`).
 
     Returns:
         A finite number.
@@ -350,10 +352,10 @@ def own_score(address: str, trajectory: Trajectory) -> float:
     Raises:
         UserError: if the function cannot be imported or fails, or returns no finite number.
     """
-    function = _load_own(address)
+    function = _load_own(address, arguments)
     question = trajectory.question.id
     try:
-        score = float(function(trajectory))
+        score = float(function(trajectory, **arguments))
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
             f"reward.answer: {address} failed on an answer to question {question!r}:"
@@ -368,8 +370,9 @@ def own_score(address: str, trajectory: Trajectory) -> float:
     return score
 
 
-def _load_own(address: str) -> Callable[..., float]:
-    return import_user_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
+def _load_own(address: str, arguments: Mapping[str, Any]) -> Callable[..., float]:
+    expected = "reward(trajectory) -> float"
+    return import_user_function(address, "reward.answer", ("trajectory",), expected, tuple(arguments))
 
 
 def check_reward(config: RewardConfig) -> list[str]:
@@ -388,7 +391,7 @@ def check_reward(config: RewardConfig) -> list[str]:
     for address in config.weights:
         if not is_address(address):
             continue
-        _load_own(address)
+        _load_own(address, config.arguments_of(address))
         name = metric_name(address)
         if name in LOGGED_NAMES or names.count(name) > 1:
             raise UserError(

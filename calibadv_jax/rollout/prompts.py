@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ TEMPLATES = {
     "short": "Question: {question}\n",
 }
 FROM_DATA = "from_data"  # The value of prompt.template for prompts that stand in the data.
+# Forms of prompt.date_string that a chat template can write in a form of its own.
+DATE_FORMATS = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d", "%B %d, %Y", "%b %d, %Y")
 BATCH = 1024  # Prompts that are tokenized together, on all cores.
 _ENDING_LENGTH = 256  # Characters at a prompt's end in which the beginning of the first turn is looked for.
 _THOUGHT = re.compile("<think>.*", re.DOTALL)
@@ -198,7 +201,11 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
     unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
     if unknown:
         raise UserError(f"prompt.chat_template_kwargs: {template} uses no {', '.join(unknown)}; leave it out")
-    variables = {"date_string": config.date_string}
+    # Templates take the date from the first, or call the second, which transformers defines as today's.
+    variables: dict[str, Any] = {
+        "date_string": config.date_string,
+        "strftime_now": _date_formatter(config.date_string),
+    }
     variables.update(config.chat_template_kwargs)
     try:
         text = tokenizer.apply_chat_template(
@@ -207,6 +214,8 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
             add_generation_prompt=True,
             **variables,
         )
+    except UserError:
+        raise
     except Exception as error:  # a template is a program, which may raise anything
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
         raise UserError(
@@ -221,6 +230,25 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
                 " another prompt.template"
             )
     return str(text)
+
+
+def _date_formatter(date_string: str) -> Callable[[str], str]:
+    """Return a function that writes prompt.date_string in a format of strftime, at midnight."""
+
+    def strftime_now(date_format: str) -> str:
+        """Return the date; UserError if prompt.date_string is no date."""
+        for known_format in DATE_FORMATS:
+            try:
+                date = datetime.strptime(date_string, known_format)
+            except ValueError:
+                continue
+            return date.strftime(date_format)
+        raise UserError(
+            f"prompt.date_string is {date_string!r}, but the chat template writes the date as"
+            f" {date_format!r}: give a date such as 26 Jul 2024 or 2024-07-26"
+        )
+
+    return strftime_now
 
 
 def _opening_in_chat(text: str, message: str, controls: Sequence[str]) -> str:

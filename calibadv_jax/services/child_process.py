@@ -37,6 +37,7 @@ class ChildService:
         start_timeout: Seconds until the service must be ready.
         timeout_key: Config key of `start_timeout`, for messages.
         environment: Environment variables that differ from those of this process.
+        key_of: By option of the command, the config key that sets it, for messages.
         url: Address of the service once it is ready.
         process: The child once it is started.
     """
@@ -47,6 +48,7 @@ class ChildService:
     start_timeout: float
     timeout_key: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    key_of: Mapping[str, str] = field(default_factory=dict)
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     # Folder of the file to which the child writes its port.
@@ -95,7 +97,8 @@ class ChildService:
             if status is not None:
                 output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
                 kind = UserError if status == INPUT_STATUS else EnvironmentFailure
-                raise kind(f"{self.name} ended with status {status}: {_cause(output)}; see {self.log_path}")
+                cause = self._with_keys(_cause(output))
+                raise kind(f"{self.name} ended with status {status}: {cause}; see {self.log_path}")
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
                     f"{self.name} was not ready within {self.start_timeout:g} s; see {self.log_path} or raise"
@@ -103,6 +106,12 @@ class ChildService:
                 )
             time.sleep(POLL_SECONDS)
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
+
+    def _with_keys(self, message: str) -> str:
+        """Return a message of the child with config keys in place of its options."""
+        for option, key in self.key_of.items():
+            message = re.sub(rf"--{option}\b", key, message)
+        return message
 
     def stop(self) -> None:
         """End the child: with SIGTERM, and with SIGKILL after STOP_SECONDS."""

@@ -43,7 +43,7 @@ from calibadv_jax.services.retriever_replies import (
 BATCH_WINDOW = 0.002  # seconds that a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 PROBE = "test"  # a query that every service must accept
-START_ADVICE = "start it with scripts/launch_retriever.sh"
+START_ADVICE = "start it with calibadv retriever"
 
 QueryResult = list[Document] | RequestFailed  # documents of a query, or why it failed
 T = TypeVar("T")

@@ -14,6 +14,18 @@ from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import Warn
 from calibadv_jax.services.retriever_client import RetrieverClient
 
+# By option of the service, the config key that sets it.
+KEY_OF = {
+    "corpus_path": "retriever.corpus",
+    "retriever_name": "retriever.encoder",
+    "index_path": "retriever.index",
+    "retrieval_topk": "retriever.topk",
+    "threads": "retriever.threads",
+    "retriever_model": "retriever.model",
+    "pages_path": "retriever.pages",
+    "reranker_model": "retriever.reranker",
+}
+
 
 class RetrieverProcess(ChildService):
     """The retrieval service as a child process.
@@ -44,6 +56,7 @@ class RetrieverProcess(ChildService):
             log_path=log_path,
             start_timeout=config.start_timeout,
             timeout_key="retriever.start_timeout",
+            key_of=KEY_OF,
         )
 
 

@@ -100,7 +100,6 @@ EXPECTED = {
         "sampler.name", "retriever.encoder", "retriever.topk",
         "retriever.rerank_candidates", "retriever.reranker", "retriever.page_address", "retriever.model",
     ),
-    Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
@@ -130,13 +129,13 @@ def test_keys_have_their_marks(mark):
 
 def test_mark_of_section_holds_for_its_keys():
     assert is_among(keys_with_mark(Mark.UNLEARNED), "sft.phases.0.steps")
-    assert is_among(keys_with_mark(Mark.TUNED), "data.weights.nq") and not is_among(["run"], "runs.dir")
+    assert not is_among(["run"], "runs.dir")
 
 
 def test_mark_of_a_key_does_not_hold_for_its_neighbours():
-    tuned = keys_with_mark(Mark.TUNED)
-    assert is_among(tuned, "data.weights.nq")
-    assert not is_among(tuned, "data.train")
+    unlearned = keys_with_mark(Mark.UNLEARNED)
+    assert is_among(unlearned, "data.train")
+    assert not is_among(unlearned, "data.weights")
 
 
 def test_marks_are_no_part_of_a_value():

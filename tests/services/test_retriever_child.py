@@ -45,6 +45,15 @@ def test_child_answers_with_its_token_and_ends(tmp_path, monkeypatch):
         search(process.url, ["a"], patience=0.2)
 
 
+def test_refusal_of_the_child_names_config_keys(tmp_path):
+    """Not the options of the program, which the user has not started."""
+    config = corpus_config(tmp_path, "a")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index/thesis.tex").write_text("")
+    with pytest.raises(UserError, match="is not an index; choose another retriever.index;"):
+        RetrieverProcess(config, tmp_path / "log.txt").__enter__()
+
+
 @pytest.mark.slow
 def test_child_encodes_with_the_model_that_is_named(tmp_path):
     """By meaning: the query and its passage share no word."""

@@ -63,8 +63,6 @@ class Mark(Enum):
     UNLEARNED = auto()
     # Learning depends on the key, although its section is UNLEARNED.
     LEARNED = auto()
-    # People change the key in the middle of a run on purpose.
-    TUNED = auto()
     # The cold start depends on the key.
     COLD_START = auto()
     # Two runs of one experiment may have different values: seeds, paths, logging.
