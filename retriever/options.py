@@ -125,6 +125,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
     add("--token_file", type=Path, help="file with the token that clients must send; or set RETRIEVER_TOKEN")
+    hosts = (
+        "comma-separated names, besides --host and loopback, for which requests without a token are answered"
+    )
+    add("--allowed_hosts", default="", help=f"{hosts}; * stands for any characters")
     add("--port_file", type=Path, help="file to write the port to when the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
     add("--threads", type=int, default=0, help="number of cores to use; 0: all (default: %(default)s)")

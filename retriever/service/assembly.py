@@ -21,11 +21,9 @@ from retriever.interfaces import Searcher
 from retriever.options import build_options, index_options, read_token
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
+from retriever.service.hosts import is_loopback
 from retriever.service.limits import Limits
 from retriever.service.loading import ReportStage
-
-# Addresses that other hosts cannot reach.
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def _ignore_stage(stage: str) -> None:
@@ -46,7 +44,7 @@ def load(arguments: argparse.Namespace, report: ReportStage = _ignore_stage) -> 
         RetrieverError: Something is missing, or does not fit the rest.
     """
     token = read_token(arguments)
-    if arguments.host not in LOCAL_HOSTS and not token:
+    if not is_loopback(arguments.host) and not token:
         sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
     searcher = _load_searcher(arguments, report)
     reranker = None

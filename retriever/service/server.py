@@ -15,6 +15,7 @@ from retriever.errors import RetrieverError
 from retriever.files import atomic_write
 from retriever.options import read_token
 from retriever.service.assembly import load
+from retriever.service.hosts import AllowedHosts, RequireHost
 from retriever.service.loading import Loading, ReportStage
 from retriever.service.protocol import allowed_connections, bounded_protocol
 
@@ -47,6 +48,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts:
+    """Return the hosts that a service without a token answers for.
+
+    Args:
+        arguments: Options of the service, as `options.parse` returns them.
+    """
+    names = [name.strip() for name in arguments.allowed_hosts.split(",")]
+    return AllowedHosts(arguments.host, tuple(name for name in names if name))
+
+
 def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     """Return uvicorn's settings, without WebSockets: it would open them before it asks for a token."""
     return uvicorn.Config(
@@ -68,10 +79,12 @@ def run(arguments: argparse.Namespace) -> None:
     def load_app(report: ReportStage) -> Any:
         return load(arguments, report)
 
-    loading = Loading(load_app, read_token(arguments))
+    token = read_token(arguments)
+    loading = Loading(load_app, token)
+    app = RequireHost(loading, None if token else allowed_hosts(arguments))
     max_connections = allowed_connections(arguments.max_connections)
     protocol = bounded_protocol(max_connections, arguments.request_seconds)
-    server = uvicorn.Server(make_config(loading, protocol))
+    server = uvicorn.Server(make_config(app, protocol))
     asyncio.run(_serve(server, listener, loading, arguments))
 
 
