@@ -1,8 +1,8 @@
 """Refuses requests for foreign host names and from pages of other origins.
 
-A web page elsewhere can make its own name point to this machine (DNS rebinding). Its browser then sends requests
-here, with that name in the Host header, and lets the page read the replies. An IP address in the Host header
-cannot be forged in this way.
+A web page elsewhere can make its own name point to this machine (DNS rebinding). Its browser then sends
+requests here, with that name in the Host header, and lets the page read the replies. An IP address in the
+Host header cannot be forged in this way.
 """
 
 from __future__ import annotations
