@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, get_
 
 import numpy as np
 
-from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.trajectory import NO_ACTIONS, Document, Group, Question, Trajectory, Turn
 
 if TYPE_CHECKING:
