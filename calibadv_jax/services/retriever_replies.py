@@ -126,9 +126,7 @@ def _check_status(url: str, reply: HttpReply, no_such_route: str) -> None:
         raise UserError(
             f"retriever {url}: asks for a token; set the environment variable {TOKEN_VARIABLE} to it"
         )
-    if reply.status == 403:
-        raise UserError(f"retriever {url}: refuses this client: {reply.excerpt}")
-    if reply.status in (404, 405):
+    if reply.status in (403, 404, 405):
         raise UserError(f"retriever {url}: {reply.excerpt}; {no_such_route}")
     if reply.status in (400, 413, 422):  # because of the query: another attempt changes nothing
         raise QueryRefused(f"retriever {url}: {reply.excerpt}")

@@ -294,6 +294,21 @@ def connected(agent, sent=b""):
     return connection
 
 
+def test_health_says_that_the_retriever_is_away(agent):
+    reasons = ["", "connection refused"]
+
+    async def fault():
+        return reasons[-1]
+
+    agent.service.retriever_fault = fault
+    reply = httpx.get(f"{agent.url}/health")
+    assert (reply.status_code, reply.json()["status"]) == (503, "the retriever does not answer")
+    assert reply.json()["retriever"] == "connection refused" and reply.json()["model"] == MODEL
+    reasons.pop()
+    reply = httpx.get(f"{agent.url}/health")
+    assert (reply.status_code, reply.json()["status"]) == (200, "ready")
+
+
 def test_client_that_leaves_within_its_body_leaves_no_traceback(agent, caplog):
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with connected(agent, head + b"Content-Length: 9\r\n\r\n{"):

@@ -28,6 +28,7 @@ from calibadv_jax.contrib.serving.chat import ChatReply, CompletionReply
 from calibadv_jax.contrib.serving.chat_request import ApiError, ChatRequest, parse_chat, parse_completion
 from calibadv_jax.contrib.serving.connections import bounded_protocol
 from calibadv_jax.contrib.serving.service import Service
+from calibadv_jax.core.secrets import redact
 
 T = TypeVar("T")
 
@@ -158,8 +159,15 @@ def make_app(service: Service) -> Starlette:
         return await reply_to(http, request, CompletionReply)
 
     async def health(_: Request) -> Response:
-        num_questions = len(service.attempts)
-        return JSONResponse({"status": "ready", "model": service.model, "questions": num_questions})
+        state: dict[str, Any] = {
+            "status": "ready",
+            "model": service.model,
+            "questions": len(service.attempts),
+        }
+        fault = await service.retriever_fault() if service.retriever_fault else ""
+        if fault:
+            state |= {"status": "the retriever does not answer", "retriever": redact(fault)}
+        return JSONResponse(state, 503 if fault else 200)
 
     entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "calibadv"}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from calibadv_jax.contrib.cli import ask
@@ -33,6 +33,8 @@ class Service:
     slots: int
     queue: int
     seconds: float  # time limit of one question, without its waiting
+    # Returns why the retriever does not answer, or ""; None: there is none to ask.
+    retriever_fault: Callable[[], Awaitable[str]] | None = None
     # Tasks of the questions that wait or are answered.
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)
     _free: asyncio.Semaphore = field(init=False)
