@@ -219,7 +219,8 @@ def _check_source(options: argparse.Namespace, remote: Remote | None) -> None:
         if not getattr(options, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
     for name in excluded:
-        if getattr(options, name):
+        default = SERVE_OPTIONS[name].default if name in SERVE_OPTIONS else ""
+        if getattr(options, name) and getattr(options, name) != default:
             purpose = f"--retriever_name {options.retriever_name}" if options.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from retriever.errors import RequestFailed, RetrieverError
+from retriever.errors import RequestFailed, RetrieverError, explained_proxies
 from retriever.files import atomic_write
 from retriever.interfaces import Hits
 
@@ -111,7 +111,8 @@ class WebSearch:
         if not self._key:
             raise RetrieverError(f"{KEY_VARIABLE} is not set; web search needs it in the environment")
         self._endpoint = options.web_endpoint or ENDPOINT
-        self._http = httpx.Client(timeout=TIMEOUT)
+        with explained_proxies():
+            self._http = httpx.Client(timeout=TIMEOUT)
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="web-search")
         self.manifest = {"kind": "web", "encoder": options.retriever_name}
 

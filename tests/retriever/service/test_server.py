@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from fastapi.testclient import TestClient
 from retriever_rig import NAMES, Counting, refuses, served
 
+from retriever.indexes.lock import locked
 from retriever.options import parse
 from retriever.service import assembly, protocol
 from retriever.service.app import make_app
@@ -185,6 +187,38 @@ def test_build_options_reach_the_builder(tmp_path, files):
         parse,
         [*arguments[:4], "--factory", "Flat"],
     )
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_second_start_waits_for_the_build_of_the_first(files, tmp_path, is_finished):
+    """It ended with an error before, and took the trainer beside it along."""
+    path = tmp_path / "new"
+    options = ["--corpus_path", str(files[0]), "--index_path", str(path), "--build_if_missing"]
+    is_building, is_waiting = threading.Event(), threading.Event()
+
+    def build_first():
+        with locked(path):
+            is_building.set()
+            is_waiting.wait(30)
+            if is_finished:
+                shutil.copytree(files[1], path)
+
+    first = threading.Thread(target=build_first)
+    first.start()
+    is_building.wait(30)
+    stages = []
+
+    def note(stage):
+        stages.append(stage.split()[0])
+        if stage == f"waiting for another process, which builds {path}":
+            is_waiting.set()
+
+    index = load_index(parse(options), note)
+    first.join()
+    assert index.search(["ada carlson"], 1)[0][0][0]["id"] == "2"
+    rebuilds = [] if is_finished else ["building"]  # the first one was killed
+    assert stages == ["reading", "building", "waiting", *rebuilds, "loading"]
+    assert not path.with_name("new.lock").exists()
 
 
 def test_limits_reach_the_service(files):
