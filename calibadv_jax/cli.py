@@ -126,6 +126,8 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     if command in PROGRAMS:
         module, _ = PROGRAMS[command]
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    # Without PyTorch, which nothing here needs, transformers would warn that it is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if command in TOOLS:
         _run_tool(command, arguments)
     if command not in COMMANDS:

@@ -25,7 +25,7 @@ ADVICE = {
     "qdrant_client": "pip install qdrant-client",
 }
 # Values of --retriever_name that search the web.
-WEB_NAMES = ("serpapi",)
+WEB_NAMES = ("serpapi", "serper", "searxng")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _is_web_search(options: Namespace) -> bool:
 
 WEB_OPTIONS = {
     "web_budget": Option("web search: largest number of requests to send in all", 0),
-    "web_endpoint": Option("web search: another address of the same API"),
+    "web_endpoint": Option("web search: another address of the same API; SearXNG's has no default"),
 }
 
 # Options of the service that say how the folder of an index is opened.

@@ -196,3 +196,20 @@ def test_bad_override_is_a_user_error(config_file, capsys):
     assert status_of(run, ["--config", str(config_file), "learner.step=3"]) == 2
     message = capsys.readouterr().err
     assert message == "error: command line: unknown key 'learner.step'; did you mean 'learner.steps'?\n"
+
+
+@pytest.mark.medium
+def test_missing_torch_is_no_warning():
+    """Nothing here needs it."""
+    code = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
+from calibadv_jax import cli
+try:
+    cli.calibadv(["train", "--help"])
+except SystemExit:
+    import transformers
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "PyTorch" not in ended.stderr

@@ -31,9 +31,11 @@ from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.metrics.shown_steps import StepReporter
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout_store.trajectory_table import COLUMNS, trajectory_table
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import make_actions
@@ -161,6 +163,7 @@ def _prepare(
     for line in answer_warnings(questions, "data.train"):
         console.warn(line)
     check_questions(questions, config.data.weights, config.prompt.template)
+    check_evidence(questions, config.reward)
     check_inputs(config, console.warn)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
@@ -230,6 +233,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
                 if not state.guards.is_broken:  # a policy that is not finite cannot be sampled from
                     step.publish()
                     step.evaluate()
+            step.write_table(groups, advantages)
             shown.show(state.step, step.row, groups)
             for finding in verdict.findings:
                 console.warn(finding)
@@ -415,6 +419,20 @@ class Step:
             metrics = record.write(state.step, groups, advantages.credits, result.logprobs, state.seed)
         self.row.update(metrics)
 
+    def write_table(self, groups: list[Group], advantages: AdvantageResult) -> None:
+        """Hand a table of the trajectories to Weights & Biases and MLflow every log.tables_every steps.
+
+        Args:
+            groups: The scored groups of the step.
+            advantages: The result of `assign_credit` for these groups.
+        """
+        step = self.state.step
+        every = self.config.log.tables_every
+        is_due = every and step % every == 0
+        if is_due and self.process_group.is_main and {"wandb", "mlflow"} & set(self.config.log.backends):
+            rows = trajectory_table(step, groups, advantages.credits)
+            self._writer.write_table(step, COLUMNS, rows)
+
     def check_guards(self) -> Verdict:
         """Return the guards' verdict on the metrics so far.
 
@@ -510,7 +528,9 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
         backends: list[MetricsBackend] = []
         if config.log.backends:
             from calibadv_jax.metrics.trackers import open_backends
+            from calibadv_jax.run.tracking import describe_run
 
-            backends = open_backends(config.log, folder, first, state.console.warn)
+            description = describe_run(config, folder, "train")
+            backends = open_backends(config.log, folder, first, state.console.warn, description)
         writer = stack.enter_context(MetricsWriter(folder, backends, first))
         yield record, writer

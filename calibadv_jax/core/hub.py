@@ -34,15 +34,13 @@ DATASETS = "hf://datasets/"
 # File of a run's folder that holds the commits which the run uses.
 PINS_FILE = "hub.json"
 DATA_SUFFIXES = (
-    ".parquet",
-    ".jsonl",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".jsonl.gz",
-    ".json.gz",
-    ".tsv.gz",
-    ".csv.gz",
+    *(".parquet", ".arrow", ".feather", ".orc", ".zip"),
+    *(".jsonl", ".json", ".csv", ".tsv"),
+    *(
+        f".{text}.{packing}"
+        for text in ("jsonl", "json", "csv", "tsv")
+        for packing in ("gz", "bz2", "xz", "zst", "lz4")
+    ),
 )
 # Patterns of a policy's files. They leave out weights of other frameworks, which many repositories hold too.
 TOKENIZER_FILES = (

@@ -22,6 +22,7 @@ from calibadv_jax.core.user_functions import (
     is_address,
     load_function,
 )
+from calibadv_jax.rewards.evidence import Evidence, find_evidence, max_score
 
 # --- Agreement of a text with the golden answers ---
 
@@ -88,6 +89,8 @@ METRICS = (
     "format",
     "format_valid",
     "overlong_penalty",
+    "evidence",
+    "extra_searches",
 )
 # All names below reward/ that a user's own function may not have.
 LOGGED_NAMES = (
@@ -154,7 +157,7 @@ def turn_flaws(trajectory: Trajectory) -> list[str]:
 
 
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """Score a trajectory: the weighted sum of its rewards times format validity, less the overlong penalty.
+    """Score a trajectory: rewards of answer and evidence times format validity, less the overlong penalty.
 
     Args:
         trajectory: a finished trajectory. If a judge is among the rewards, its verdict is in `metrics`.
@@ -162,7 +165,8 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
 
     Returns:
         A copy with `format_valid`, `answer_score`, `max_score`, and in `metrics` all of ANSWER_REWARDS,
-        "format", "overlong_penalty" if it is on, and the scores of users' own functions. The metrics are not
+        "format", "evidence" and "extra_searches" if the question names its supporting passages,
+        "overlong_penalty" if it is on, and the scores of users' own functions. The metrics are not
         multiplied by format validity. A trajectory without an answer turn has 0 in all of ANSWER_REWARDS.
 
     Raises:
@@ -181,10 +185,16 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         if is_address(name):
             rewards[metric_name(name)] = own_score(name, trajectory)
     is_valid = not format_flaw(trajectory)
+    metrics = trajectory.metrics | rewards
+    evidence = find_evidence(trajectory)
+    if evidence is not None:
+        metrics["evidence"] = evidence.share
+        metrics["extra_searches"] = float(evidence.extra_searches)
     score = 0.0
     if is_valid or not config.format:
         score = _answer_reward(trajectory, rewards, config)
-    metrics = trajectory.metrics | rewards
+        if evidence is not None:
+            score = _with_evidence(score, evidence, config)
     if config.overlong_penalty:
         penalty = overlong_penalty(int(trajectory.mask.sum()), config)
         metrics["overlong_penalty"] = penalty
@@ -194,7 +204,7 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         trajectory,
         format_valid=is_valid,
         answer_score=score,
-        max_score=config.max_score,
+        max_score=max_score(trajectory.question, config),
         metrics=metrics,
     )
 
@@ -209,6 +219,14 @@ def _answer_reward(trajectory: Trajectory, rewards: Mapping[str, float], config:
         )
     values = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **rewards}
     return math.fsum(weight * values[metric_name(name)] for name, weight in config.weights.items())
+
+
+def _with_evidence(score: float, evidence: Evidence, config: RewardConfig) -> float:
+    """Return an answer's reward plus that of the evidence, less the cost of searches that were not needed."""
+    score += config.evidence * evidence.share
+    cost = config.search_cost * evidence.extra_searches
+    # The cost takes away a reward. It is no reason to prefer an invalid trajectory, which gets 0.
+    return score - min(cost, max(score, 0.0))
 
 
 def overlong_penalty(sampled: int, config: RewardConfig) -> float:
@@ -378,6 +396,11 @@ def check_reward(config: RewardConfig) -> list[str]:
                 " rename the function"
             )
     lines = []
+    if config.evidence or config.search_cost:
+        lines.append(
+            f"reward of a trajectory: answer + {config.evidence:g} × share of the supporting passages found -"
+            f" {config.search_cost:g} × searches that were not needed"
+        )
     if config.judge.url:
         lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")
     is_built_in = isinstance(config.answer, str) and config.answer in ANSWER_REWARDS

@@ -22,6 +22,7 @@ from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.step import logprob_mismatch, probe_tokens
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
+from calibadv_jax.rewards.evidence import max_score
 from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts, RolloutStream, wait_for_any
 from calibadv_jax.run.model import Model, adapter_base
@@ -161,7 +162,8 @@ class RunState:
             scores = [trajectory.relative_score for trajectory in group.trajectories]
             self.questions.record_scores(group.question.id, scores)
         for group in replaced:
-            scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
+            largest = max_score(group.question, reward)
+            scores = [score / largest for score in trajectory_scores(group, reward)]
             self.questions.record_scores(group.question.id, scores)
         metrics = {}
         if self.config.rollout.dynamic_sampling:

@@ -76,7 +76,8 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     command = [sys.executable, "-m", "calibadv_jax", "quickstart", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "F1 before" in done.stdout
+    assert "F1 before" in done.stdout and f"page  {(folder / 'report.html').as_uri()}" in done.stdout
+    assert "<title>CalibAdv: " in (folder / "report.html").read_text(encoding="utf-8")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(model, "make_mesh", partial(make_mesh, devices=jax.devices()[:1]))
     report = json.loads((folder / "quickstart.json").read_text())

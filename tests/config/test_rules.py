@@ -115,7 +115,7 @@ EXPECTED = {
         "rollout.max_staleness", "rollout.dynamic_sampling", "retriever.url", "retriever.index",
         "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
         "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
-        "reward.shuffle",
+        "reward.shuffle", "reward.evidence", "reward.search_cost",
     ),
     Mark.OUTPUT: (
         "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",

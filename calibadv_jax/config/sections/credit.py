@@ -63,6 +63,12 @@ class RewardConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
+    evidence: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 0.0
+    """Weight of the share of the question's supporting_ids that the trajectory's searches returned, which is
+    added to the answer reward. Questions without supporting_ids keep the answer reward. 0: off."""
+    search_cost: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 0.0
+    """Cost of each search beyond those that were needed to find the question's supporting_ids, or beyond
+    their number while one is missing. The score does not fall below 0 by it. 0: off."""
     overlong_penalty: NonNegativeFloat = 0.0
     """Penalty of a trajectory with overlong_until sampled tokens or more (DAPO: 1); 0: off."""
     overlong_from: NonNegativeInt = 0
