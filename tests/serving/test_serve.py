@@ -13,8 +13,11 @@ from packages import need
 need("openai", "starlette", "uvicorn")
 
 import openai  # noqa: E402
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
 from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
 
+from calibadv_jax.contrib.serving.examples import example_questions  # noqa: E402
 from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError  # noqa: E402
 
 
@@ -258,6 +261,38 @@ def test_model_is_found_by_its_name(agent):
     assert httpx.get(f"{agent.url}/v1/models/tiny%2Fpolicy").json()["object"] == "model"
     with pytest.raises(openai.NotFoundError, match="there is 'tiny/policy' only"):
         models.retrieve("gpt")
+
+
+def test_examples_are_given_to_those_with_the_token():
+    with served(token="secret-1") as agent:
+        agent.service.examples = ["who wrote it?"]
+        assert httpx.get(f"{agent.url}/v1/examples").status_code == 401
+        header = {"Authorization": "Bearer secret-1"}
+        assert httpx.get(f"{agent.url}/v1/examples", headers=header).json()["data"] == ["who wrote it?"]
+
+
+def write_kept_step(run, step, rows):
+    path = run / "rollouts" / f"step_{step}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"question": [row[0] for row in rows], "answer_score": [row[1] for row in rows]})
+    pq.write_table(table.replace_schema_metadata({"schema_version": "1"}), path)
+    return path
+
+
+def test_examples_are_the_best_questions_of_the_newest_kept_step(tmp_path):
+    run = tmp_path / "run"
+    write_kept_step(run, 3, [("old?", 1.0)])
+    rows = [("never\x1b[2J?", 0.0), ("half?", 1.0), ("half?", 0.0), ("always?", 1.0), ("w" * 141, 1.0)]
+    rows += [("failed?", None), ("often?", 0.75), ("seldom?", 0.25)]
+    path = write_kept_step(run, 12, rows)
+    expected = ["always?", "often?", "half?", "seldom?"]
+    for folder in (run, run / "checkpoints", run / "checkpoints" / "12"):
+        folder.mkdir(exist_ok=True)
+        assert example_questions(folder) == expected
+    assert example_questions(tmp_path) == []
+    path.write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="step_12.parquet: cannot be read"):
+        example_questions(run)
 
 
 def test_completions_answer_a_prompt(agent):

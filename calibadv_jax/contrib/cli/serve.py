@@ -99,6 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
                 slots=arguments.slots,
                 queue=arguments.queue,
                 seconds=arguments.time_limit,
+                examples=_examples(arguments.policy, console),
                 retriever_fault=_retriever_check(config, rollouts),
             )
             with app.serving(service, listener, token) as ended:
@@ -115,6 +116,15 @@ def _warm_up(rollouts: Rollouts) -> None:
     trajectory = rollouts.run(question)
     if trajectory.error:
         raise EnvironmentFailure(trajectory.error)
+
+
+def _examples(policy: Path, console: Console) -> list[str]:
+    """Return example questions for the page; none, with a warning, if kept trajectories are damaged."""
+    try:
+        return load_optional("serving.examples").example_questions(policy)  # type: ignore[no-any-return]
+    except UserError as error:
+        console.warn(f"the page has no example questions: {error}")
+        return []
 
 
 def _retriever_check(config: Config, rollouts: Rollouts) -> Callable[[], Awaitable[str]] | None:

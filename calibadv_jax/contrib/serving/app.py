@@ -174,6 +174,9 @@ def make_app(service: Service) -> Starlette:
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [entry]})
 
+    async def examples(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(service.examples)})
+
     async def model(http: Request) -> Response:
         if http.path_params["model"] != service.model:
             raise ApiError(404, f"model: there is {service.model!r} only")
@@ -187,6 +190,7 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/examples", examples),
         Route("/v1/models", models),
         Route("/v1/models/{model:path}", model),
         Route("/health", health),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from calibadv_jax.contrib.cli import ask
@@ -35,6 +35,7 @@ class Service:
     seconds: float  # time limit of one question, without its waiting
     # Returns why the retriever does not answer, or ""; None: there is none to ask.
     retriever_fault: Callable[[], Awaitable[str]] | None = None
+    examples: Sequence[str] = ()  # questions that the page offers
     # Tasks of the questions that wait or are answered.
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)
     _free: asyncio.Semaphore = field(init=False)
