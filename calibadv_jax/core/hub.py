@@ -232,6 +232,13 @@ def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
         # The hub may answer again later; the other errors need another input.
         failure = EnvironmentFailure if error_type is HfHubHTTPError else UserError
         raise failure(f"{repository} ({kind} on {hub}): {advice}") from error
+    except ValueError as error:
+        if "proxy" not in str(error):
+            raise
+        raise UserError(
+            f"{repository} ({kind} on {hub}): cannot be asked: {one_line(error)}; correct the variable of the"
+            " environment that names it (ALL_PROXY, HTTPS_PROXY), such as socks5://HOST:PORT"
+        ) from error
 
 
 def _advice_for(error: Exception) -> tuple[type[Exception], str]:

@@ -167,7 +167,7 @@ def open_rollouts(
         sampler, publish = _make_sampler(config, model, worker_urls, snapshots, base, process_group)
         judge = None
         if config.reward.judge.url:
-            judge = load_optional("judge").JudgeClient(config.reward.judge)
+            judge = load_optional("judge").JudgeClient(config.reward.judge, Console(config.log.progress).warn)
         context = RolloutContext(sampler, retriever, model.tokenizer, rollout, config.prompt, actions, judge)
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts

@@ -82,7 +82,7 @@ def open_retriever(config: RetrieverConfig, log_path: Path, warn: Warn) -> Itera
     Args:
         config: The section `retriever`.
         log_path: File to which the output of a child process is added.
-        warn: Takes a line about waits.
+        warn: Takes lines about waits, and about a child process that has ended and is started again.
 
     Yields:
         `retriever.url` if it is set, otherwise the URL of a child process that ends with the block.
@@ -97,5 +97,5 @@ def open_retriever(config: RetrieverConfig, log_path: Path, warn: Warn) -> Itera
         return
     if not config.corpus:
         raise UserError("retriever.url is empty: set it, or retriever.corpus to start a service here")
-    with RetrieverProcess(config, log_path) as process:
+    with RetrieverProcess(config, log_path) as process, process.kept_alive(warn):
         yield process.url

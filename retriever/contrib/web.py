@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from retriever.contrib.web_apis import APIS, BadReply, line, problem_of
-from retriever.errors import RequestFailed, RetrieverError
+from retriever.errors import RequestFailed, RetrieverError, explained_proxies
 from retriever.files import atomic_write
 from retriever.interfaces import Hits
 
@@ -116,7 +116,8 @@ class WebSearch:
                 f"--web_endpoint is missing: {self._api.name} has no address of its own; give yours, such as "
                 "http://127.0.0.1:8080/search"
             )
-        self._http = httpx.Client(timeout=TIMEOUT)
+        with explained_proxies():
+            self._http = httpx.Client(timeout=TIMEOUT)
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="web-search")
         self.manifest = {"kind": "web", "encoder": options.retriever_name}
 

@@ -8,7 +8,7 @@ from config_rig import changed
 
 from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
 from calibadv_jax.config.keys import is_among, keys_with_mark
-from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.config.sections.section import Mark, normal_url
 
 
 def check(message, **sections):
@@ -58,6 +58,9 @@ def critic(warmup, base):
         ("max_prompt_length is 101, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 101}}),
         (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
         ("urls is http://a, http://a: give each", {"sampler": {"urls": ["http://a", "http://a"]}}),
+        ("urls is http://a, http://a/: give each", {"sampler": {"urls": ["http://a", "http://a/"]}}),
+        ("urls is .*: give each", {"sampler": {"urls": ["http://Node:8100", "http://node:8100//"]}}),
+        ("urls is .*: give each", {"sampler": {"urls": ["http://a:80", "http://b", "HTTP://a"]}}),
         ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
         *((None, {"sampler": {"workers": 2, "worker_devices": names}}) for names in ([], ["0", "1"])),
         ("critic.warmup_steps is 4, but must be below learner.steps", critic(4, "gae")),
@@ -150,3 +153,22 @@ def test_derived_settings():
         assert config.asks_retriever == config.has_retriever == is_needed
     assert MeshConfig(data=2, tensor=2).sizes_on(8) == {"data": 2, "fsdp": 2, "tensor": 2}
     assert MeshConfig(data=2).sizes_on(1) == {"data": 2, "fsdp": 1, "tensor": 1}
+
+
+def test_addresses_of_one_server_have_one_normal_form():
+    """Two servers stay two: other ports, paths, and hosts."""
+    same = ["http://[::1]:8100", "http://[::1]:8100/", " HTTP://[::1]:8100// "]
+    assert {normal_url(url) for url in same} == {"http://[::1]:8100"}
+    distinct = [
+        "http://a",
+        "https://a",
+        "http://a:8100",
+        "http://a/one",
+        "http://a/One",
+        "http://b",
+        "a",
+        "b/",
+    ]
+    distinct += ["http://[::1", "http://a:x"]
+    assert len({normal_url(url) for url in distinct}) == len(distinct)
+    assert normal_url("https://A:443/v1/") == "https://a/v1" and normal_url("http://a:443") == "http://a:443"

@@ -15,8 +15,9 @@ from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.services import retriever_process
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
 
 pytestmark = pytest.mark.medium
 
@@ -102,3 +103,30 @@ def test_killed_service_loses_no_query(tmp_path):
         with client_of(*services, topk=2) as (client, run):
             assert client.health()["documents"] == 200
             assert run(ask(client, services[0])) == [str(number) for number in range(200)]
+
+
+@pytest.mark.slow
+def test_killed_child_comes_back_under_its_url(tmp_path, monkeypatch):
+    """The client waits meanwhile; its first answer is of the same index."""
+    children = []
+
+    class Noted(RetrieverProcess):
+        def start(self, port=0):
+            super().start(port)
+            children.append(self.process)
+
+    monkeypatch.setattr(retriever_process, "RetrieverProcess", Noted)
+    config = corpus_config(tmp_path, '"red fox"\nthe red fox runs.', topk=1, patience=60.0)
+    warnings = []
+    with ExitStack() as stack:
+        url = stack.enter_context(open_retriever(config, tmp_path / "log.txt", warnings.append))
+        client, run = stack.enter_context(client_of(url, topk=1, patience=60.0))
+        assert client.health()["documents"] == 1
+        children[0].kill()
+        children[0].wait()
+        assert run(client.unreachable_reason(2.0))
+        ((document,),) = run(client.search(["fox"]))
+        assert document.title == "red fox" and run(client.unreachable_reason(2.0)) == ""
+    assert len(children) == 2 and children[1].returncode is not None
+    assert "the retriever ended with status -9" in warnings[0] and "starting it again" in warnings[0]
+    assert "the retriever answers again" in warnings

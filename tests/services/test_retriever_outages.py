@@ -224,3 +224,27 @@ def test_start_waits_for_a_service_that_comes_late():
     (message,) = messages
     assert message.startswith(f"waiting up to 60 s for retriever {url} (")
     assert "otherwise start it with calibadv retriever or set retriever.url" in message
+
+
+def test_outage_is_told_once_and_its_end(monkeypatch):
+    """A single service that was away was waited for without a word."""
+    monkeypatch.setattr(http_client, "LAST_PAUSE", 0.01)
+    handler = answering(failures=5)
+    lines = []
+    with serving(handler) as url, client_of(url, warn=lines.append) as (client, run):
+        run(client.search(["a"]))
+        run(client.search(["b"]))
+        assert run(client.unreachable_reason(5.0)) == ""  # a service without GET /health answers all the same
+    assert lines[0].startswith(f"retriever {url} does not answer (status 503: ")
+    assert lines[1:] == [f"retriever {url} answers again"]
+
+
+def test_reason_why_no_service_is_reached():
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, serving(answering()) as url:
+        away = f"http://127.0.0.1:{free_port()}"
+        deaf = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for urls, words in (([away], "onnect"), ([deaf], "no answer within 0.1 s"), ([away, url], "")):
+            with client_of(*urls) as (client, run):
+                reason = run(client.unreachable_reason(0.1 if deaf in urls else 5.0))
+                assert words in reason and bool(reason) == bool(words)

@@ -247,6 +247,8 @@ def check_judge(config: Config) -> list[str]:
         f"{judge.url}: {judge.config.model} gives {right!r} {right_verdict:g} and {NO_ANSWER!r}"
         f" {wrong_verdict:g}"
     ]
+    if judge.form.differences():
+        lines.append(f"it takes no usual request, and is asked with {judge.form.differences()}")
     if right_verdict < 0.5 or wrong_verdict >= 0.5:
         lines.append(f"warning: it misjudges these answers to {question.text!r}; see reward.judge.prompt")
     return lines

@@ -199,6 +199,8 @@ def test_options_start_the_web_service(api, tmp_path, monkeypatch):
         options += [f"--{name}", value]
     for name in ("index_path", "corpus_path", "retriever_model"):
         refuses(f"--{name}: has no meaning for --retriever_name serpapi", parse, [*options, f"--{name}", "x"])
+    for ignored in (["--mmap"], ["--faiss_gpu"], ["--engine", "jax"], ["--qdrant_search", "exact=true"]):
+        refuses(f"{ignored[0]}: has no meaning for --retriever_name serpapi", parse, [*options, *ignored])
     index = ["--index_path", "x", "--corpus_path", "y"]
     refuses("--web_budget: has no meaning for an index", parse, [*index, "--web_budget", "3"])
     with TestClient(load(parse(options))) as service:
