@@ -32,7 +32,7 @@ QUESTION = '{"id": "1", "question": "Who?", "golden_answers": ["Ann"], "data_sou
     [
         (["data.train={}/none.jsonl"], 2, "none.jsonl: no such file of questions"),  # before anything heavy
         ([], 2, "sft/config.json: no such file; give a HuggingFace folder"),
-        # The policy is missing too: waiting for the service would not help, so the status is that of bad input.
+        # The policy is missing too: waiting for the service would not help.
         (["retriever.url=http://127.0.0.1:9", "retriever.patience=0.2"], 2, "cannot be reached"),
         (["rollout.group_sise=3"], 2, "did you mean 'rollout.group_size'"),
         (["policy.path="], 2, "no tokenizer files there"),
