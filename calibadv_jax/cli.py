@@ -270,9 +270,8 @@ def run_and_exit(work: Callable[[], object]) -> NoReturn:
     """Do the work and end the process; see `exit_process`.
 
     The exit status is 0 after success; 2 after a `UserError`, and 75 after an `EnvironmentFailure` or a full
-    disk, both printed as one line ``error: …``; 130 after Ctrl-C; 141 if nobody reads the
-    output any more. Another exception is a defect and shows its
-    traceback.
+    disk, both printed as one line ``error: …``; 130 after Ctrl-C; 141 if nobody reads the output any more.
+    Another exception is a defect and shows its traceback.
 
     Args:
         work: Called without arguments.

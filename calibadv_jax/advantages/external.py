@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 # Estimators that compare observations or documents by their text, which a `TurnRecord` lacks.
 _NEED_TEXTS = ("gigpo", "mt_grpo")
-
-
 # Estimators that compare the scores of all questions of a step.
 _NEED_STEP = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+# Kinds of turns that are no actions, in words.
+_NO_ACTIONS = ", ".join(NO_ACTIONS[:-1]) + f" or {NO_ACTIONS[-1]}"
 
 
 class _Bounds(NamedTuple):
@@ -43,13 +43,10 @@ class _Bounds(NamedTuple):
         return math.isfinite(value) and is_above and value <= self.high
 
     def __str__(self) -> str:
-        if self.high < math.inf:
-            return (
-                f"from {self.low:g} to {self.high:g}"
-                if self.includes_low
-                else f"above 0, up to {self.high:g}"
-            )
-        return f"{self.low:g} or above" if self.includes_low else "positive"
+        if self.high == math.inf:
+            return f"{self.low:g} or above" if self.includes_low else "positive"
+        beginning = f"from {self.low:g} to" if self.includes_low else f"above {self.low:g}, up to"
+        return f"{beginning} {self.high:g}"
 
 
 # Bounds of the numbers in `AdvantageSettings`, as in the config's section.
@@ -118,9 +115,6 @@ class TrajectoryRecord:
         for index, turn in enumerate(self.turns):
             if not isinstance(turn, TurnRecord):
                 raise UserError(f"turn {index} is {turn!r}; make a TurnRecord of it")
-
-
-_NO_ACTIONS = ", ".join(NO_ACTIONS[:-1]) + f" or {NO_ACTIONS[-1]}"
 
 
 def _is_integer(value: Any) -> bool:

@@ -197,9 +197,10 @@ def _all_ids(*fields: int | list[int] | None) -> int | list[int] | None:
             ids.add(field)
         elif field:
             ids.update(field)
-    if len(ids) < 2:
-        return next(iter(ids), None)
-    return sorted(ids)
+    ordered = sorted(ids)
+    if len(ordered) == 1:
+        return ordered[0]
+    return ordered or None
 
 
 def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any], adapter: bool) -> str:

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 INPUT_STATUS = 2
 # Exit status EX_TEMPFAIL of sysexits.h: the same command may succeed later.
 ENVIRONMENT_STATUS = 75
+# Errors of a full disk, or of a quota that is used up.
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Errors of the operating system that may pass without a change of the input.
-TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+TRANSIENT_ERRNOS = (*FULL_DISK_ERRNOS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
 # Errors of a disk that cannot be written.
 STORAGE_ERRNOS = (*TRANSIENT_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM)
 # Start of every refusal by our engine inside a vLLM worker.
@@ -68,8 +70,8 @@ class Faults:
         try:
             yield
         except UserError as error:
-            known = {str(known_error) for known_error in self.errors}
-            self.errors += [fault for fault in each_fault(error) if str(fault) not in known]
+            messages = {str(earlier_error) for earlier_error in self.errors}
+            self.errors += [fault for fault in each_fault(error) if str(fault) not in messages]
 
     def raise_all(self) -> None:
         """Raise the errors as one; nothing without any.

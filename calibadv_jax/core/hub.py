@@ -33,14 +33,16 @@ from calibadv_jax.core.files import write_json
 DATASETS = "hf://datasets/"
 # File of a run's folder that holds the commits which the run uses.
 PINS_FILE = "hub.json"
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 DATA_SUFFIXES = (
-    *(".parquet", ".arrow", ".feather", ".orc", ".zip"),
-    *(".jsonl", ".json", ".csv", ".tsv"),
-    *(
-        f".{text}.{packing}"
-        for text in ("jsonl", "json", "csv", "tsv")
-        for packing in ("gz", "bz2", "xz", "zst", "lz4")
-    ),
+    ".parquet",
+    ".arrow",
+    ".feather",
+    ".orc",
+    ".zip",
+    *TEXT_SUFFIXES,
+    *(text + packed for text in TEXT_SUFFIXES for packed in PACKED_SUFFIXES),
 )
 # Patterns of a policy's files. They leave out weights of other frameworks, which many repositories hold too.
 TOKENIZER_FILES = (

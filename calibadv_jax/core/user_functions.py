@@ -60,7 +60,7 @@ def load_optional(name: str) -> ModuleType:
     return importlib.import_module(f"calibadv_jax.contrib.{name}")
 
 
-# Cached, since every training step calls it.
+# Both imports are cached, since every training step asks for them.
 @functools.cache
 def load_function(address: str) -> Callable[..., Any]:
     """Import a function of this project, named as ``package.module:function``."""

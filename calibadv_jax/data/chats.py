@@ -53,7 +53,7 @@ def as_chat(prompt: Any, has_answer: bool) -> Any:
 
     Args:
         prompt: A text or a chat.
-        has_answer: What follows the last message of the user is an answer, and left out.
+        has_answer: Whether the messages after the user's last one are an answer, which is left out.
     """
     messages = prompt if isinstance(prompt, list) else []
     roles = [message_role(message) for message in messages]
@@ -65,14 +65,14 @@ def as_chat(prompt: Any, has_answer: bool) -> Any:
 
 
 def only_request(prompt: Any, where: str) -> Any:
-    """Return the text in which a user asks: the last message, or the only one of a user before an answer.
+    """Return the text of the message that asks: the last one, or the user's only one if an answer follows it.
 
     Args:
         prompt: A text or a chat.
         where: Place of the row, for messages.
 
     Returns:
-        The text; another prompt than a chat as it is.
+        The text of the message. A prompt that is no chat is returned unchanged.
 
     Raises:
         UserError: A chat that ends with another role has several messages of the user.

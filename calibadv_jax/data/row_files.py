@@ -255,15 +255,10 @@ def _text_file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    text = io.TextIOWrapper(file, encoding="utf-8-sig")
-    number = 0
-    while line := text.readline(MAX_LINE):
-        number += 1
-        where = f"{path}:{number}"
-        if len(line) == MAX_LINE:
-            raise UserError(f"{where}: longer than {MAX_LINE:,} characters; it is no row")
+    for number, line in enumerate(text_lines(file, path), 1):
         if not line.strip():
             continue
+        where = f"{path}:{number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # such as a number of 5,000 digits, too many brackets

@@ -1,4 +1,4 @@
-"""Rewards for what a trajectory's searches return: the evidence in the reward, and the cost of a search.
+"""The evidence in the reward: supporting passages that searches return, and searches that were not needed.
 
 That evidence is part of the reward is David-GRPO's idea (arXiv 2601.21699): a small policy that cannot yet
 answer learns to search again, since a search that brings one more passage is paid for. Ids come from the
@@ -17,7 +17,7 @@ from calibadv_jax.core.trajectory import Question, Trajectory
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a trajectory's searches returned of its question's supporting passages.
+    """The supporting passages that a trajectory's searches returned, and the searches beyond need.
 
     Attributes:
         share: Share of the supporting passages that were returned, in [0, 1]; a passage that is returned
@@ -31,7 +31,7 @@ class Evidence:
 
 
 def find_evidence(trajectory: Trajectory) -> Evidence | None:
-    """Return what a trajectory's searches returned; None if its question names no supporting passages.
+    """Return the evidence in a trajectory's searches; None if its question names no supporting passages.
 
     Args:
         trajectory: a finished trajectory. Its searches count, refused ones too, and no other action.
@@ -54,14 +54,14 @@ def find_evidence(trajectory: Trajectory) -> Evidence | None:
     return Evidence(share, max(0, num_searches - num_needed))
 
 
-def max_score(question: Question, config: RewardConfig) -> float:
-    """Return the largest score of a trajectory: that of the answer, and of all evidence where it is marked.
+def max_score(supporting_ids: Sequence[str], config: RewardConfig) -> float:
+    """Return the largest score of a trajectory: of a right answer, and of all evidence if its ids are named.
 
     Args:
-        question: the question.
+        supporting_ids: of the question; empty if it names no supporting passages.
         config: the section `reward`.
     """
-    if question.supporting_ids:
+    if supporting_ids:
         return config.max_score + config.evidence
     return config.max_score
 

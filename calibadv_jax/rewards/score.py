@@ -205,7 +205,7 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         trajectory,
         format_valid=is_valid,
         answer_score=score,
-        max_score=max_score(trajectory.question, config),
+        max_score=max_score(trajectory.question.supporting_ids, config),
         metrics=metrics,
     )
 
@@ -285,8 +285,8 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
 
     Args:
         groups: the groups of the step.
-        config: the section `reward`. With `shuffle`, a control experiment, the pairs (answer_score,
-            format_valid) are permuted over all trajectories of the step; the metrics stay as they are.
+        config: the section `reward`. With `shuffle`, a control experiment, answer_score, max_score and
+            format_valid are permuted together over all trajectories of the step. Metrics do not change.
         rng: draws the permutation; unused without `shuffle`.
 
     Returns:
@@ -305,7 +305,7 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
 
 
 def _shuffle_scores(groups: Sequence[Group], rng: np.random.Generator) -> list[Group]:
-    """Permute the pairs (answer_score, format_valid) over the trajectories of all groups."""
+    """Permute answer_score, max_score and format_valid together over the trajectories of all groups."""
     scored = [trajectory for group in groups for trajectory in group.trajectories]
     permutation = rng.permutation(len(scored))
     shuffled_groups = []
@@ -315,7 +315,13 @@ def _shuffle_scores(groups: Sequence[Group], rng: np.random.Generator) -> list[G
         for place, trajectory in enumerate(group.trajectories, start):
             source = scored[permutation[place]]
             trajectories.append(
-                replace(trajectory, answer_score=source.answer_score, format_valid=source.format_valid)
+                replace(
+                    trajectory,
+                    answer_score=source.answer_score,
+                    format_valid=source.format_valid,
+                    # Questions without supporting passages have a smaller one.
+                    max_score=source.max_score,
+                )
             )
         shuffled_groups.append(replace(group, trajectories=trajectories))
         start += len(trajectories)

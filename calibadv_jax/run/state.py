@@ -161,7 +161,7 @@ class RunState:
             scores = [trajectory.relative_score for trajectory in group.trajectories]
             self.questions.record_scores(group.question.id, scores)
         for group in replaced:
-            largest = max_score(group.question, reward)
+            largest = max_score(group.question.supporting_ids, reward)
             scores = [score / largest for score in trajectory_scores(group, reward)]
             self.questions.record_scores(group.question.id, scores)
         metrics = {}

@@ -7,7 +7,6 @@ checkpoint; a thread uploads what has changed; the marker's next version names t
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -22,7 +21,13 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.kept import FOLDER as CONFIGS
 from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.errors import (
+    FULL_DISK_ERRNOS,
+    EnvironmentFailure,
+    UserError,
+    cause_text,
+    storage_errno,
+)
 from calibadv_jax.core.files import atomic_folder, atomic_write
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
@@ -38,7 +43,6 @@ PATIENCE = 600.0  # seconds for which the orderly end of a run waits for the las
 HURRY = 120.0  # seconds for which any other end of a run waits for it
 TRIES = 5  # tries to fetch or take over the copy while other starts write to it
 FILES_AT_ONCE = 4  # files that are uploaded at the same time
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Damaged(UserError):
@@ -257,17 +261,16 @@ class Mirror:
         self._fetch_files(rollback)  # until then the store is newer
 
     def _lost_paths(self, version: MarkerVersion, paths: Iterable[str]) -> set[str]:
-        """Return those of these files whose objects are not in the store, or have another size there.
+        """Return the files whose objects are not in the store, or have another size there.
 
         Raises:
             FileNotFoundError: As the cause of a UserError: another start has written meanwhile.
         """
+        entries = {path: version.files[path] for path in paths}
+        if not entries:
+            return set()
         sizes = self._store.call("listing its objects", lambda: self._store.sizes(OBJECTS))
-        lost = set()
-        for path in paths:
-            name, size, _ = version.files[path]
-            if sizes.get(name) != size:
-                lost.add(path)
+        lost = _without_object(entries, sizes)
         if lost:
             current = self._store.call("reading its marker", self._marker.read)
             if current.number != version.number:
@@ -340,7 +343,7 @@ class Mirror:
                     self._store.files.get(objects, names)
                 except OSError as error:
                     # Reading a store fills no disk: it is the disk of the run's folder.
-                    if storage_errno(error) in _FULL:
+                    if storage_errno(error) in FULL_DISK_ERRNOS:
                         raise EnvironmentFailure(
                             f"run.dir={self.folder} cannot be written ({cause_text(error)}) while the run is"
                             f" fetched from {self._key}; make room there"
@@ -528,12 +531,7 @@ class Mirror:
         Args:
             version: that is in the store; if the store was emptied, it names no files.
         """
-        sizes = self._store.sizes(OBJECTS)
-        lost = set()
-        for path, (name, size, _) in (self._marker.version.files | version.files).items():
-            if sizes.get(name) != size:
-                lost.add(path)
-        return lost
+        return _without_object(self._marker.version.files | version.files, self._store.sizes(OBJECTS))
 
     def _without_lost_steps(self, version: MarkerVersion, step: int, lost: Collection[str]) -> MarkerVersion:
         """Return a version without checkpoints before `step` that have lost objects, which it says."""
@@ -575,6 +573,15 @@ class Mirror:
         return version.model_copy(update={"steps": steps, "files": files, "run": run_hash(self.folder)})
 
 
+def _without_object(entries: Mapping[str, Entry], sizes: Mapping[str, int]) -> set[str]:
+    """Return the paths whose objects are not among these sizes by name, or have another size there."""
+    paths = set()
+    for path, (name, size, _) in entries.items():
+        if sizes.get(name) != size:
+            paths.add(path)
+    return paths
+
+
 def _digest(path: Path) -> str:
     """Return the SHA-256 of a file's contents in hexadecimal."""
     with path.open("rb") as file:
@@ -583,9 +590,9 @@ def _digest(path: Path) -> str:
 
 def _with_digests(version: MarkerVersion, digests: Mapping[str, str]) -> MarkerVersion:
     """Return a version with further digests, and without those of objects that it does not name."""
-    known = {**version.digests, **digests}
+    all_digests = {**version.digests, **digests}
     kept = {}
     for name, _, _ in version.files.values():
-        if name in known:
-            kept[name] = known[name]
+        if name in all_digests:
+            kept[name] = all_digests[name]
     return version.model_copy(update={"digests": kept})

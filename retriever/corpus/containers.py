@@ -1,4 +1,4 @@
-"""What a file of rows is: unpack it, read its Arrow table, or refuse it with a way out.
+"""Find out the format of a file of rows: unpack it, read its Arrow table, or refuse it with a way out.
 
 The first bytes of a file decide, not its name. Compressed files are read as streams, within a limit; nothing
 is unpacked to disk. The modules calibadv_jax/data/containers and retriever/corpus/containers are equal

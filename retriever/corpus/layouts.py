@@ -441,11 +441,11 @@ def _has_text(names: Iterable[str]) -> bool:
 
 def _table_rows(path: Path, columns: Columns) -> Iterator[PlacedRow]:
     """Yield the rows of a table of Arrow; columns of other names are not read."""
-    known = {*IDS, *TITLES, *TEXTS, *URLS, *NESTED, "contents"}
+    known_names = {*IDS, *TITLES, *TEXTS, *URLS, *NESTED, "contents"}
     named = {name.split(".")[0] for name in (columns.id, columns.title, columns.text)}
 
     def choose(names: list[str]) -> list[str]:
-        chosen = [name for name in names if name.strip().lower() in known or name in named]
+        chosen = [name for name in names if name.strip().lower() in known_names or name in named]
         if not chosen:
             raise RetrieverError(
                 f"{path}: no known column among {', '.join(names[:30])}; name them (--id, --title, --text)"

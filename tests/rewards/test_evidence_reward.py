@@ -7,9 +7,9 @@ import pytest
 
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
+from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 from calibadv_jax.rewards.evidence import Evidence, check_evidence, find_evidence, max_score
-from calibadv_jax.rewards.score import check_reward, score_trajectory
+from calibadv_jax.rewards.score import check_reward, score_groups, score_trajectory
 
 TWO = Question("q", "?", ("Rome",), "test", supporting_ids=("a", "b"))
 
@@ -88,7 +88,7 @@ def test_score_pays_for_evidence(keys, trajectory, score, largest):
     config = RewardConfig(**keys)
     scored = score_trajectory(trajectory, config)
     assert scored.answer_score == pytest.approx(score)
-    assert scored.max_score == max_score(trajectory.question, config) == largest
+    assert scored.max_score == max_score(trajectory.question.supporting_ids, config) == largest
     assert scored.relative_score <= 1
 
 
@@ -106,6 +106,22 @@ def test_evidence_needs_questions_with_passages():
             check_evidence(unmarked, RewardConfig(**keys))
         check_evidence([*unmarked, TWO], RewardConfig(**keys))
     check_evidence(unmarked, RewardConfig())
+
+
+def test_shuffled_scores_keep_their_largest_score():
+    """The control permutes scores over questions with and without supporting passages."""
+    unmarked = replace(TWO, id="u", supporting_ids=())
+    groups = [
+        Group(TWO, [attempt("ab"), attempt("a"), attempt("x", answer="Paris")]),
+        Group(unmarked, [attempt("a", question=unmarked), attempt("a", answer="Paris", question=unmarked)]),
+    ]
+    config = RewardConfig(evidence=0.5, shuffle=True)
+    for seed in range(20):
+        shuffled = score_groups(groups, config, np.random.default_rng(seed))
+        trajectories = [trajectory for group in shuffled for trajectory in group.trajectories]
+        assert all(trajectory.relative_score <= 1 for trajectory in trajectories)
+        pairs = sorted((trajectory.answer_score, trajectory.max_score) for trajectory in trajectories)
+        assert pairs == [(0.0, 1.0), (0.0, 1.5), (1.0, 1.0), (1.25, 1.5), (1.5, 1.5)]
 
 
 def test_reward_is_described():

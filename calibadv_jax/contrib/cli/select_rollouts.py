@@ -18,6 +18,7 @@ from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_opening_tag
 from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.rewards.evidence import max_score
 from calibadv_jax.rollout_store.reader import read_columns, read_metadata
 from calibadv_jax.rollout_store.schema import kept_steps
 
@@ -123,9 +124,7 @@ def _reward_config(path: Path) -> RewardConfig:
 def _verdict(row: RecordRow, reward: RewardConfig, min_score: float | None) -> str:
     """Return why a trajectory is left out, or "good"; without `min_score` only the largest score is good."""
     if min_score is None:
-        min_score = reward.max_score
-        if row["supporting_ids"]:
-            min_score += reward.evidence
+        min_score = max_score(row["supporting_ids"], reward)
     if row["error"] is not None:
         return "failed"
     if not row["format_valid"]:

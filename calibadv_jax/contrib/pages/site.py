@@ -285,8 +285,8 @@ def _instructive(rows: Sequence[RecordRow], flags: Sequence[int]) -> dict[str, i
     """Return the ``group`` that shows most of the credit, and the ``trajectory`` of it to begin with.
 
     A group counts more if a turn of it was softened, if right and wrong answers stand side by side, and if a
-    wrong answer follows a good search. Of equal groups, the first one is taken. One begins with the first
-    softened trajectory, else with the first one.
+    wrong answer follows a good search. Of equal groups the first is taken. The trajectory is the group's
+    first softened one; without one, its first.
 
     Args:
         rows: the trajectories of a step.
@@ -306,15 +306,15 @@ def _instructive(rows: Sequence[RecordRow], flags: Sequence[int]) -> dict[str, i
 
     def points(group: int) -> int:
         """Return how much a group shows."""
-        finished = [each for _, each in members[group] if not each & failed]
-        has_softened = any(each & softened for each in finished)
-        num_wrong = sum(bool(each & wrong) for each in finished)
+        finished = [row_flags for _, row_flags in members[group] if not row_flags & failed]
+        has_softened = any(row_flags & softened for row_flags in finished)
+        num_wrong = sum(bool(row_flags & wrong) for row_flags in finished)
         is_mixed = 0 < num_wrong < len(finished)
-        has_unlucky = any(each & wrong and each & good for each in finished)
+        has_unlucky = any(row_flags & wrong and row_flags & good for row_flags in finished)
         return 4 * has_softened + 2 * is_mixed + has_unlucky
 
     group = max(sorted(members), key=points)  # `max` returns the first of equal groups
-    indices = [index for index, each in members[group] if each & softened]
+    indices = [index for index, row_flags in members[group] if row_flags & softened]
     return {"group": group, "trajectory": indices[0] if indices else members[group][0][0]}
 
 

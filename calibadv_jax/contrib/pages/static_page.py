@@ -50,7 +50,7 @@ def render_groups(
         index = (only or {}).get(place)
         trajectories = group["trajectories"]
         if index is not None:
-            trajectories = [each for each in trajectories if each["index"] == index]
+            trajectories = [trajectory for trajectory in trajectories if trajectory["index"] == index]
         shown.append({**group, "trajectories": trajectories})
     return environment.get_template("static_page.html").render(
         run=run,

@@ -39,6 +39,7 @@ SCORES = {"f1": "F1", "em": "exact match", "cover_em": "cover EM", "text_f1": "F
 FACTS = {"em": "Exact match", "searches": "Searches a question", "format": "Valid format"}
 # The same of the training trajectories.
 TRAINING_SCORE = ("reward/mean", "Reward")
+COLD_START_SCORE = ("sft/loss", "Loss")
 TRAINING_FACTS = {
     "reward/em": "Exact match",
     "rollout/searches/mean": "Searches a trajectory",
@@ -72,7 +73,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Result:
-    """What the training of a series came to."""
+    """The result of the training of a series."""
 
     series: Series
     method: str
@@ -198,7 +199,9 @@ def _before_and_after(
     rows = [row for row in rows if row.temperature == rows[0].temperature]
     before = [row for row in rows if "before" in row.title]
     others = [row for row in rows if "before" not in row.title]
-    return (before[-1] if before else None), (others[-1] if others else None)
+    row_before = before[-1] if before else None
+    row_after = others[-1] if others else None
+    return row_before, row_after
 
 
 def _measured(rows: Sequence[EvaluationRow], metric: str) -> Measured | None:
@@ -212,8 +215,10 @@ def _measured(rows: Sequence[EvaluationRow], metric: str) -> Measured | None:
     return _over_runs([row.means[metric] for row in rows])
 
 
-def _over_runs(values: Sequence[float]) -> Measured:
-    """Return the mean of the runs' values with their range."""
+def _over_runs(values: Sequence[float]) -> Measured | None:
+    """Return the mean of the runs' values with their range; None without a value."""
+    if not values:
+        return None
     mean = sum(values) / len(values)
     return Measured(mean, min(values), max(values)) if len(values) > 1 else Measured(mean)
 
@@ -238,7 +243,7 @@ def _of_training(series: Series) -> dict[str, Any] | None:
     """Return the fields of a `Result` from the training trajectories, or a cold start's loss."""
     metric, label = TRAINING_SCORE
     if not any(run.values(metric) for run in series.runs):
-        metric, label = "sft/loss", "Loss"
+        metric, label = COLD_START_SCORE
     if not any(run.values(metric) for run in series.runs):
         return None
     facts = []
@@ -267,7 +272,7 @@ def _ends(series: Series, metric: str, label: str, num_ends: int = NUM_ENDS) -> 
         if values:
             before.append(sum(values[:num_ends]) / len(values[:num_ends]))
             after.append(sum(values[-num_ends:]) / len(values[-num_ends:]))
-    return Change(label, _over_runs(before) if before else None, _over_runs(after) if after else None)
+    return Change(label, _over_runs(before), _over_runs(after))
 
 
 def _sum_finite(values: Mapping[int, float | None]) -> float:

@@ -37,7 +37,7 @@ class ChatReply:
 
     def __init__(self, request: ChatRequest, grammar: Grammar):
         self._request = request
-        self._grammar = grammar
+        self._neutraliser = Neutraliser(grammar)
         self._head = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -94,7 +94,7 @@ class ChatReply:
         yield "data: [DONE]\n\n"
 
     def _shown(self, text: str) -> str:
-        return to_printable_line(Neutraliser(self._grammar).neutralise(text))
+        return to_printable_line(self._neutraliser.neutralise(text))
 
     def _document(self, document: Document) -> dict[str, str]:
         return {

@@ -242,7 +242,8 @@ def _make_request(
     fields: dict[str, Any], question: str, earlier: list[tuple[str, str]], ignored: list[str]
 ) -> ChatRequest:
     """Return the request; fields that have no effect are ignored."""
-    max_tokens, length_field = None, ""
+    max_tokens = None
+    length_field = ""
     for name in LENGTH_FIELDS:
         if max_tokens is None and name in fields:
             max_tokens = int(fields[name])

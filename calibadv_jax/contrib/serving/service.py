@@ -57,6 +57,7 @@ class Service:
                     context.prompt,
                     context.rollout.max_prompt_length,
                     context.actions,
+                    context.neutraliser,
                 )
                 break
             except UserError:

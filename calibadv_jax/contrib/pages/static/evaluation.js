@@ -88,24 +88,24 @@ function answerCard(name, answers, result) {
   return make("article", { class: `card ${result.outcome}` }, head, answers.trajectories.map(attempt));
 }
 
-function attempt(one) {
-  const scores = Object.entries(one.scores).flatMap(([key, value], place) => [place ? " · " : "", term(key), ` ${plain(value)}`]);
+function attempt(trajectory) {
+  const scores = Object.entries(trajectory.scores).flatMap(([key, value], place) => [place ? " · " : "", term(key), ` ${plain(value)}`]);
   return make("section", { class: "attempt" },
-    one.error && make("p", { class: "error" }, one.error),
-    make("p", { class: "answer" }, one.answer === null ? "no answer" : make("span", {}, "answer: ", make("b", {}, one.answer))),
+    trajectory.error && make("p", { class: "error" }, trajectory.error),
+    make("p", { class: "answer" }, trajectory.answer === null ? "no answer" : make("span", {}, "answer: ", make("b", {}, trajectory.answer))),
     make("p", { class: "muted" }, scores),
-    one.turns.map(turn),
+    trajectory.turns.map(turn),
   );
 }
 
-function turn(one, place) {
-  const isCut = ["length", "abort"].includes(one.stop_reason);
-  return make("section", { class: `turn ${["answer", "invalid", "unfinished"].includes(one.kind) ? one.kind : "action"}` },
-    make("div", { class: "bar" }, make("span", { class: "kind" }, `${place + 1} `, term(one.kind)),
-      isCut && make("span", { class: "mark cut" }, term("cut", `cut: ${one.stop_reason}`)),
-      make("span", { class: "number muted" }, `${one.tokens} tokens`)),
-    make("div", { class: "tokens" }, one.text),
-    one.observation.length > 0 && make("div", { class: "observation" }, one.observation.map(observed)),
+function turn(data, place) {
+  const isCut = ["length", "abort"].includes(data.stop_reason);
+  return make("section", { class: `turn ${["answer", "invalid", "unfinished"].includes(data.kind) ? data.kind : "action"}` },
+    make("div", { class: "bar" }, make("span", { class: "kind" }, `${place + 1} `, term(data.kind)),
+      isCut && make("span", { class: "mark cut" }, term("cut", `cut: ${data.stop_reason}`)),
+      make("span", { class: "number muted" }, `${data.tokens} tokens`)),
+    make("div", { class: "tokens" }, data.text),
+    data.observation.length > 0 && make("div", { class: "observation" }, data.observation.map(observed)),
   );
 }
 

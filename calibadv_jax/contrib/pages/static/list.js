@@ -81,21 +81,21 @@ function questionParts({ question, names }) {
   return {
     text: question.question,
     where: `${question.source} · temperature ${question.temperature}`,
-    chips: chips.flatMap((one, place) => (place ? ["→", one] : [one])),
+    chips: chips.flatMap((chip, place) => (place ? ["→", chip] : [chip])),
   };
 }
 
 // The mark of an answer in an evaluation; a question mark where it lacks the question.
 export function answerChip(result, name) {
   const { sign, word } = OUTCOMES[result?.outcome] ?? { sign: "?", word: "not asked" };
-  const said = `${name}: ${word}${result?.f1 == null ? "" : `, F1 ${plain(result.f1)}`}`;
-  return make("span", { class: `chip matching ${result?.outcome ?? ""}`, title: said, "aria-label": said }, sign);
+  const label = `${name}: ${word}${result?.f1 == null ? "" : `, F1 ${plain(result.f1)}`}`;
+  return make("span", { class: `chip matching ${result?.outcome ?? ""}`, title: label, "aria-label": label }, sign);
 }
 
 function chip(row, isMatching) {
   const { sign, word, name } = outcome(row.flags, row.score);
   const softened = (row.flags & FLAGS.softened) !== 0;
-  const said = `trajectory ${row.index}: ${word}, score ${plain(row.score)}${softened ? ", softened turn" : ""}`;
+  const label = `trajectory ${row.index}: ${word}, score ${plain(row.score)}${softened ? ", softened turn" : ""}`;
   const kind = `chip ${name}${isMatching ? " matching" : ""}${softened ? " softened" : ""}`;
-  return make("span", { class: kind, title: said, "aria-label": said, "data-index": row.index }, sign);
+  return make("span", { class: kind, title: label, "aria-label": label, "data-index": row.index }, sign);
 }
