@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import describe_failure
 from calibadv_jax.rollout.actions import action_texts
 from calibadv_jax.rollout.observation import encode, make_neutraliser
+from calibadv_jax.rollout.template_date import fix_date
 
 ACTIONS_PLACE = "{actions}"  # The place in a template at which the actions that are on are listed.
 # The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.
@@ -43,8 +43,6 @@ TEMPLATES = {
     "short": "Question: {question}\n",
 }
 FROM_DATA = "from_data"  # The value of prompt.template for prompts that stand in the data.
-# Forms of prompt.date_string that a chat template can write in a form of its own.
-DATE_FORMATS = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d", "%B %d, %Y", "%b %d, %Y")
 BATCH = 1024  # Prompts that are tokenized together, on all cores.
 _ENDING_LENGTH = 256  # Characters at a prompt's end in which the beginning of the first turn is looked for.
 _THOUGHT = re.compile("<think>.*", re.DOTALL)
@@ -201,27 +199,21 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
     unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
     if unknown:
         raise UserError(f"prompt.chat_template_kwargs: {template} uses no {', '.join(unknown)}; leave it out")
-    # Templates take the date from the first, or call the second, which transformers defines as today's.
-    variables: dict[str, Any] = {
-        "date_string": config.date_string,
-        "strftime_now": _date_formatter(config.date_string),
-    }
-    variables.update(config.chat_template_kwargs)
     try:
+        dated_template, variables = fix_date(tokenizer.get_chat_template(), config.date_string)
         text = tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in messages],
+            chat_template=dated_template,
             tokenize=False,
             add_generation_prompt=True,
             **variables,
+            **config.chat_template_kwargs,
         )
-    except UserError:
-        raise
     except Exception as error:  # a template is a program, which may raise anything
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
         raise UserError(
             f"{template} fails on messages of the role {roles}: {describe_failure(error)}; correct it, or"
-            " choose"
-            " prompt.chat=off or another prompt.template"
+            " choose prompt.chat=off or another prompt.template"
         ) from error
     for role, content in messages:
         if role in ("system", "user") and content.strip() not in str(text):
@@ -230,25 +222,6 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
                 " another prompt.template"
             )
     return str(text)
-
-
-def _date_formatter(date_string: str) -> Callable[[str], str]:
-    """Return a function that writes prompt.date_string in a format of strftime, at midnight."""
-
-    def strftime_now(date_format: str) -> str:
-        """Return the date; UserError if prompt.date_string is no date."""
-        for known_format in DATE_FORMATS:
-            try:
-                date = datetime.strptime(date_string, known_format)
-            except ValueError:
-                continue
-            return date.strftime(date_format)
-        raise UserError(
-            f"prompt.date_string is {date_string!r}, but the chat template writes the date as"
-            f" {date_format!r}: give a date such as 26 Jul 2024 or 2024-07-26"
-        )
-
-    return strftime_now
 
 
 def _opening_in_chat(text: str, message: str, controls: Sequence[str]) -> str:
