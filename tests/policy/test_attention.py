@@ -2,6 +2,9 @@
 
 import functools
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ from rounding import close_in_norm
 from tiny_policy import mesh_of
 
 from calibadv_jax.config import PolicyConfig
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy import attention
-from calibadv_jax.policy.attention import packed_attention
+from calibadv_jax.policy.attention import best_kernel, packed_attention
 from calibadv_jax.policy.kernels.splash import splash_attention
 from calibadv_jax.policy.kernels.triton import triton_attention
 from calibadv_jax.policy.sharding import MESH_AXES
@@ -152,11 +156,58 @@ def test_no_array_of_length_by_length_exists(kernel, platform):
     assert not re.search(rf"{length}(x\d+)*x{length}x", text)
 
 
-@pytest.mark.parametrize(("backend", "kernel"), [("cpu", "xla"), ("tpu", "splash"), ("gpu", "triton")])
-def test_auto_takes_the_kernel_of_the_backend(backend, kernel, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert Numerics.from_config(PolicyConfig()).kernel == kernel
+@pytest.mark.parametrize(
+    ("version", "backend", "dtype", "capability", "kernel"),
+    [
+        ((0, 10, 2), "cpu", "bfloat16", 0.0, "xla"),
+        ((0, 10, 2), "tpu", "bfloat16", 0.0, "splash"),
+        ((0, 10, 2), "gpu", "bfloat16", 9.0, "triton"),
+        ((0, 10, 2), "gpu", "float32", 8.6, "triton"),
+        ((0, 11, 2), "tpu", "float32", 0.0, "splash"),
+        ((0, 11, 2), "gpu", "bfloat16", 7.5, "xla"),  # Turing
+        ((0, 11, 2), "gpu", "bfloat16", 8.6, "tokamax"),
+        ((0, 11, 2), "gpu", "bfloat16", 9.0, "tokamax"),
+        ((0, 12, 0), "gpu", "bfloat16", 10.0, "tokamax"),
+        ((0, 12, 0), "gpu", "bfloat16", 12.0, "xla"),  # RTX 50xx
+        ((0, 12, 0), "gpu", "float32", 9.0, "xla"),
+        ((0, 12, 0), "gpu", "bfloat16", 0.0, "xla"),  # AMD, or unknown
+    ],
+)
+def test_auto_takes_the_kernel_that_runs_on_the_device(
+    version, backend, dtype, capability, kernel, monkeypatch
+):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert best_kernel(backend, dtype, capability) == kernel
+
+
+def test_auto_asks_the_default_device(monkeypatch):
+    assert Numerics.from_config(PolicyConfig()).kernel == best_kernel(jax.default_backend(), "bfloat16")
     assert Numerics.from_config(PolicyConfig(attention="cudnn")).kernel == "cudnn"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert Numerics.from_config(PolicyConfig()).kernel == "tokamax"
+    assert Numerics.from_config(PolicyConfig(compute_dtype="float32")).kernel == "xla"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="tokamax on this GPU, which is not installed: pip install"):
+        Numerics.from_config(PolicyConfig())
+
+
+AUTO_PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+from calibadv_jax.policy.attention import packed_attention
+q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+packed_attention(q, q, q, jnp.ones((1, 8), jnp.int32), "xla", 4)
+print(sorted(name for name in sys.modules if "pallas.ops.gpu" in name or name == "tokamax"))
+"""
+
+
+@pytest.mark.medium
+def test_kernels_that_are_not_chosen_are_not_imported():
+    done = subprocess.run([sys.executable, "-c", AUTO_PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_mask_of_a_cache_is_as_small_as_its_scores(monkeypatch):

@@ -65,7 +65,8 @@ class PolicyConfig(Section):
     """Precision of the trained parameters and of the optimizer state."""
     remat: Annotated[Literal["none", "dots", "attention", "full", "auto"], Mark.UNLEARNED] = "full"
     """Recomputed by the backward pass to save memory. full: every layer; attention: all but the attention
-    kernel; dots: all but attention and matrix products; none: nothing. auto: the least that fits."""
+    kernel; dots: all but attention and matrix products; none: nothing. auto: the least that fits; `sft`
+    then takes full."""
     attention: Annotated[Literal["auto", "xla", "splash", "tokamax", "triton", "cudnn"], Mark.UNLEARNED] = (
         "auto"
     )

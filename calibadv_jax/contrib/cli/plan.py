@@ -109,15 +109,16 @@ def make_plan(
     config = placed_on(config, target)
     if target.hosts > 1:  # each host has a process, which must have workers of its own
         workers_of_process(config.sampler, 0, target.hosts)
-    found = find_architecture(config)
-    if found is None:
+    planned = find_architecture(config)
+    if planned is None:
         raise UserError(
             f"the shape of {config.policy.path or 'the policy'} is not complete: name a folder with a"
             " config.json in policy.path, or give its fields in policy.init, vocab_size too"
         )
-    architecture = found.architecture
+    architecture = planned.architecture
     sampler = sampler_of(config, target) if target.hosts > 1 else None
-    config = with_fitting_remat(config, architecture, config.mesh.sizes, target.limit, sampler)
+    limit = target.limit / GAPS.get(target.platform, 1.0)
+    config = with_fitting_remat(config, architecture, config.mesh.sizes, limit, sampler)
     estimate = memory_of(config, architecture, target)
     rollouts = expected_rollouts(config, tokens, sampled)
     step = step_of(config, architecture, rollouts, target)
@@ -127,7 +128,7 @@ def make_plan(
         num_devices += max((part.devices for part in step.parts if part.name == "decode"), default=0)
     device_hours = config.learner.steps * seconds * num_devices / 3600
     return RunPlan(
-        config, target, architecture, found.source, estimate, step, efficiency, seconds, device_hours
+        config, target, architecture, planned.source, estimate, step, efficiency, seconds, device_hours
     )
 
 

@@ -136,8 +136,9 @@ def lowered_program(config: Config, architecture: Architecture, mesh: Mesh, name
         schedule = make_schedule(config.learner.optimizer, UPDATES)
         learner = policy_learner(config, policy, mesh, schedule)
         loss = policy_loss(config)
-    # Kernels ask JAX's default device which GPU they are for.
-    with jax.default_device(mesh.devices.flat[0]):
+    # Kernels ask JAX's default device which GPU they are for. It must be one of this process.
+    device = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    with jax.default_device(device):
         if name == "log-probabilities":
             return learner.lower_logprobs(length)
         if name.endswith("apply"):

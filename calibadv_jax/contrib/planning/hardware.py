@@ -179,11 +179,26 @@ def _find_tpus(tpu: str) -> Target:
 
 
 def sampler_of(config: Config, target: Target) -> Config:
-    """Return the config of one process' embedded sampler: its own devices, its share of the slots."""
-    if target.hosts == 1 or config.sampler.name != "jax":
+    """Return the config of one process' embedded sampler, with a process on each host."""
+    return process_sampler(config, config.mesh.sizes, target.devices, target.hosts)
+
+
+def process_sampler(config: Config, mesh: Mapping[str, int], devices: int, processes: int) -> Config:
+    """Return the config of one process' embedded sampler: its own devices, its share of the slots.
+
+    Args:
+        config: The config of the run.
+        mesh: Sizes of the run's mesh by axis.
+        devices: Number of devices of all processes.
+        processes: Number of processes.
+
+    Returns:
+        The config; the same where a process is alone, or samples with vLLM.
+    """
+    if processes == 1 or config.sampler.name != "jax":
         return config
-    sizes = local_sizes(config.mesh.sizes, target.devices // target.hosts)
-    slots = -(-config.sampler.slots // target.hosts)  # rounded up
+    sizes = local_sizes(mesh, devices // processes)
+    slots = -(-config.sampler.slots // processes)  # rounded up
     sampler = replace(config.sampler, slots=slots)
     return replace(config, mesh=replace(config.mesh, **sizes), sampler=sampler)
 

@@ -17,7 +17,7 @@ from calibadv_jax.snapshots.huggingface import read_hf_config
 
 
 @dataclass(frozen=True)
-class FoundArchitecture:
+class PlannedArchitecture:
     """An architecture, and where its shape comes from."""
 
     architecture: Architecture
@@ -34,7 +34,7 @@ def known_shapes() -> dict[str, dict[str, Any]]:
     return shapes
 
 
-def find_architecture(config: Config) -> FoundArchitecture | None:
+def find_architecture(config: Config) -> PlannedArchitecture | None:
     """Return the architecture of the policy that a run starts from, without a network.
 
     It is that of the folder policy.path, of the hub's cache, or of `known_shapes`. policy.init counts where
@@ -51,7 +51,7 @@ def find_architecture(config: Config) -> FoundArchitecture | None:
     hf_config, source = _hf_config(config, path)
     if "vocab_size" not in hf_config:
         return None
-    return FoundArchitecture(architecture_from_hf(hf_config, source), source)
+    return PlannedArchitecture(architecture_from_hf(hf_config, source), source)
 
 
 def _hf_config(config: Config, path: str) -> tuple[dict[str, Any], str]:

@@ -41,8 +41,9 @@ STEP = ("moments",)  # With optimizer.offload: the moments on the device, beside
 SAMPLING = ("prefill", "decode")  # Arrays of one call of the embedded sampler: one of them at a time.
 FLOAT32_BYTES = 4
 # Share by which more of a layer exists at once where its weights are gathered, by XLA's plans for GPUs.
-GATHERED_OVERHEAD = 0.3
-FORMULA_MARGIN = 1.15  # The formula's bytes are within this factor of the compiler's (benchmarks/scale.md).
+GATHERED_OVERHEAD = 0.15
+# The formula's bytes are within this factor of the compiler's (benchmarks/gpu.md).
+FORMULA_MARGIN = 1.15
 # Arrays that are the inputs of the learner's programs; SAMPLER_INPUTS are those of the sampler's programs.
 LEARNER_INPUTS: dict[str, tuple[str, ...]] = {
     "update": ("parameters", "base", "optimizer"),
@@ -407,7 +408,8 @@ def device_lines(config: Config, architecture: Architecture, mesh: Mapping[str, 
     num_devices = math.prod(mesh.values())
     lines = []
     if config.policy.remat == "auto":
-        config = with_fitting_remat(config, architecture, mesh, device_limit(num_devices))
+        limit = device_limit(num_devices) / GAPS.get(jax.local_devices()[0].platform, 1.0)
+        config = with_fitting_remat(config, architecture, mesh, limit)
         lines.append(f"policy.remat=auto: {config.policy.remat}, by the formula; training asks the compiler")
     estimate = estimate_memory(config, architecture, mesh)
     return [
@@ -456,34 +458,6 @@ def device_limit(devices: int) -> float:
     return float((device.memory_stats() or {}).get("bytes_limit") or 0.0)
 
 
-def update_room(config: Config, architecture: Architecture, mesh: Mapping[str, int]) -> float:
-    """Return the bytes of a device of this machine that are left for the update's program and its inputs.
-
-    Args:
-        config: The run's config.
-        architecture: The policy's architecture.
-        mesh: Sizes of the mesh by axis.
-
-    Returns:
-        The device's bytes less all that a run holds beside the update; 0: the device does not say.
-    """
-    beside = memory_beside(estimate_memory(config, architecture, mesh), "update")
-    return max(0.0, device_limit(math.prod(mesh.values())) - beside)
-
-
-def update_memory(config: Config, architecture: Architecture, mesh: Mapping[str, int], remat: str) -> float:
-    """Estimate the bytes of the update's program and its inputs with a setting of `policy.remat`.
-
-    Args:
-        config: The run's config.
-        architecture: The policy's architecture.
-        mesh: Sizes of the mesh by axis.
-        remat: A name of REMATS.
-    """
-    estimate = estimate_memory(_with_remat(config, remat), architecture, mesh)
-    return program_memory(estimate)["update"]
-
-
 def with_fitting_remat(
     config: Config,
     architecture: Architecture,
@@ -497,7 +471,7 @@ def with_fitting_remat(
         config: The run's config.
         architecture: The policy's architecture.
         mesh: Sizes of the mesh by axis.
-        limit: Bytes of one device.
+        limit: Bytes of one device, less the gaps between arrays (`GAPS`).
         sampling: As in `estimate_memory`.
     """
     if config.policy.remat != "auto":

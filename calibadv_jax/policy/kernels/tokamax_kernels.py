@@ -7,6 +7,7 @@ first key for each query are not public: its version is pinned (`attention.TOKAM
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from typing import Any
 
@@ -19,7 +20,17 @@ from tokamax._src.ops.attention.base import DotProductAttention, Mask
 from calibadv_jax.policy.kernels.padding import pad_tokens, round_up
 from calibadv_jax.policy.recomputation import name_attention
 
+CACHE_MISS = "Autotuning cache miss"
+
 BLOCK = 128  # Rows are padded to a multiple of it, so that no block of a kernel is cut.
+
+
+def is_worth_reading(record: logging.LogRecord) -> bool:
+    """Return False for tokamax's warning, 800 characters at each trace, that a kernel was not tuned."""
+    return not record.msg.startswith(CACHE_MISS)
+
+
+logging.getLogger("absl").addFilter(is_worth_reading)
 
 
 def tokamax_attention(
