@@ -71,9 +71,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "doctor": {"offline": dict(action="store_true", help="only checks without network, services and files")},
     "plan": {
         "tpu": dict(metavar="KIND:SHAPE", default="", help="TPU slice, such as v5e:4x4 or v5e-16"),
-        "gpu": dict(metavar="KIND", default="", help="h100, h200 or h20"),
+        "gpu": dict(metavar="KIND", default="", help="such as h100, a100 or rtx4090"),
         "topology": dict(metavar="SHAPE", default="", help="slices x hosts x GPUs per host, such as 1x2x8"),
-        "efficiency": dict(metavar="SHARE", type=float, default=0.4, help="of the devices' peak speed"),
+        "efficiency": dict(
+            metavar="SHARE",
+            type=float,
+            default=0.0,
+            help="of the devices' peak speed; 0: as measured near this size, else 0.4",
+        ),
         "tokens": dict(metavar="NUMBER", type=int, default=0, help="mean of a trajectory; 0: the most"),
         "sampled": dict(metavar="NUMBER", type=int, default=0, help="of these, sampled tokens; 0: the most"),
         "estimate": dict(action="store_true", help="estimate memory by a formula, without a compiler"),

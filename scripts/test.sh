@@ -130,6 +130,14 @@ ensure_cuda_compiler() {
     "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14"
 }
 
+# The kernels of GPUs with JAX 0.11.1 and later; earlier versions have none.
+ensure_tokamax() {
+  local version
+  version="$("$1" -c 'from calibadv_jax.policy.attention import TOKAMAX_VERSION; print(TOKAMAX_VERSION)')"
+  "$1" -c 'import jax, sys; sys.exit(jax.__version_info__ < (0, 11, 1))' || return 0
+  ensure_optional "$1" tokamax "the attention of GPUs" "tokamax==$version"
+}
+
 # A browser for the tests of the pages: Debian's, since playwright's own comes from another server.
 ensure_browser() {
   local name

@@ -4,13 +4,29 @@ In a process of its own, with the compiler from a folder of its own: its package
 beside those that a build of torch wants.
 """
 
+import re
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from compiler_rig import SQUARE, compile_for, run_with
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from calibadv_jax.contrib.planning.hardware import find_target
+from calibadv_jax.policy.attention import packed_attention
 
 COMPILER = Path(sys.prefix) / "cuda_compiler"  # where scripts/test.sh puts it
+MOSAIC = "mosaic_gpu_v2"
+# GPU, head size, and what tokamax's kernel is called in the compiled program. With JAX 0.11 and later.
+ATTENTIONS = (
+    ("h100", 64, MOSAIC),
+    ("h200", 128, MOSAIC),
+    ("b200", 64, MOSAIC),
+    ("a10", 64, "__gpu$xla.gpu.triton"),
+)
 
 
 @pytest.mark.slow
@@ -26,7 +42,44 @@ def compile_all() -> None:
             assert not SQUARE.search(text), f"{name} holds an array of T x T"
             assert "__cudnn" not in text, f"{name} wants cuDNN"
         if name in ("update", "log-probabilities"):
-            assert "triton" in program.as_text(), f"{name} has another attention"
+            kernel = MOSAIC if has_tokamax() else "triton"
+            assert kernel in program.as_text(), f"{name} has another attention"
+    if has_tokamax():
+        for gpu, head_dim, kernel in ATTENTIONS:
+            compile_attention(gpu, head_dim, kernel)
+
+
+def has_tokamax() -> bool:
+    """Whether JAX is one for which ``auto`` takes tokamax's kernels."""
+    return jax.__version_info__ >= (0, 11)
+
+
+def compile_attention(gpu: str, head_dim: int, kernel: str) -> None:
+    """Compile values and gradients of packed attention with grouped queries, for a GPU that is not here."""
+    target = find_target(gpu=gpu)
+    assert target.kernel("bfloat16") == "tokamax"
+    options = {"target_config": target.chip.target_config(), "topology": target.topology}
+    (device,) = topologies.get_topology_desc(platform="cuda", **options).devices
+    place = SingleDeviceSharding(device)
+    shapes = [(2, 1000, heads, head_dim) for heads in (4, 2, 2)]
+    q, k, v = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes)
+    segments = jax.ShapeDtypeStruct((2, 1000), jnp.int32, sharding=place)
+
+    def gradients(q, k, v, segments):
+        def objective(q, k, v):
+            return jnp.sum(packed_attention(q, k, v, segments, "tokamax", 128).astype(jnp.float32))
+
+        return jax.grad(objective, argnums=(0, 1, 2))(q, k, v)
+
+    with jax.default_device(device):
+        traced = jax.jit(gradients).trace(q, k, v, segments)
+        program = traced.lower(lowering_platforms=("cuda",)).compile()
+    text = program.as_text()
+    # The forward pass, and the gradients of queries and of keys and values.
+    assert text.count(f'custom_call_target="{kernel}"') >= 2, f"{gpu}: {kernel} is not there"
+    assert not re.search(r"[\[<x,](?:1000|1024)(?:,|x)(?:1000|1024)[\],x]", text), f"{gpu}: an array of T x T"
+    assert "__cudnn" not in text, f"{gpu} wants cuDNN"
+    sys.stdout.write(f"{gpu} {head_dim}: {program.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB\n")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def test_estimate_prints_verdict_and_length_of_the_run(capsys):
     _, printed, _ = planned(capsys, "--config", PAPER, *EIGHT, "--estimate", *expected)
     assert "qwen2, 7615.62M parameters" in printed
     assert "fits 59.3 GiB of a device, by the formula" in printed
-    assert "at efficiency 0.4:" in printed
+    assert (
+        "at efficiency 0.4 (an assumption: nothing was measured near this size on such devices):" in printed
+    )
     assert "205 steps:" in printed
     assert "not counted: retrieval" in printed
 
@@ -159,7 +161,7 @@ def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        *[(PAPER, ["--efficiency", value], "efficiency") for value in ("0", "1.5", "much")],
+        *[(PAPER, ["--efficiency", value], "efficiency") for value in ("-0.5", "1.5", "much")],
         ("run.yaml", [], "policy.path is some/where, where no config.json is"),
     ],
 )

@@ -88,7 +88,9 @@ def test_memory_seconds_and_hours_equal_the_plan():
         plan = make_plan(config, target, 0.4, tokens=4000, sampled=700)
         for part in plan.step.parts:
             if part.name in table:
-                assert table[part.name][column] == f"{part.seconds(target, plan.efficiency):.0f}", part.name
+                assert (
+                    table[part.name][column] == f"{part.seconds(target, plan.efficiency.of(part.name)):.0f}"
+                ), part.name
         assert table["sum"][column] == f"{plan.seconds:.0f}"
         assert table["a step (`plan`'s estimate)"][column] == f"{plan.seconds:.0f} s"
         assert table["205 steps, one epoch, as the authors' loader ends"][column] == (

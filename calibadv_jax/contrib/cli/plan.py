@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.planning import compiled, memory
+from calibadv_jax.contrib.planning.efficiency import Efficiency, efficiency_of
 from calibadv_jax.contrib.planning.hardware import Target, find_target, placed_on, sampler_of
 from calibadv_jax.contrib.planning.known_models import find_architecture
 from calibadv_jax.contrib.planning.memory import GAPS, GIB, estimate_memory, peak_memory, with_fitting_remat
@@ -42,7 +43,7 @@ class RunPlan:
     source: str  # of the architecture, in words
     estimate: dict[str, float]  # bytes on one device, by purpose
     step: Step
-    efficiency: float  # share of the devices' peak speed
+    efficiency: Efficiency  # shares of the devices' peak speed
     seconds: float  # duration of a step
     device_hours: float  # hours of the trainer's devices, and of the devices of workers that run elsewhere
 
@@ -52,7 +53,7 @@ def run(
     tpu: str = "",
     gpu: str = "",
     topology: str = "",
-    efficiency: float = 0.4,
+    efficiency: float = 0.0,
     tokens: int = 0,
     sampled: int = 0,
     estimate: bool = False,
@@ -97,15 +98,13 @@ def make_plan(
     Args:
         config: the config of the run.
         target: the devices.
-        efficiency: share of the devices' peak speed, above 0 and at most 1.
+        efficiency: share of the devices' peak speed, at most 1; 0: as measured, else an assumption.
         tokens: mean number of tokens of a trajectory; 0: the most that the config allows.
         sampled: of these, the sampled ones; 0: the most that the config allows.
 
     Raises:
         UserError: the efficiency is out of range, the config does not fit the devices, or no policy is named.
     """
-    if not 0 < efficiency <= 1:
-        raise UserError(f"--efficiency {efficiency:g}: must be above 0, and at most 1")
     config = placed_on(config, target)
     if target.hosts > 1:  # each host has a process, which must have workers of its own
         workers_of_process(config.sampler, 0, target.hosts)
@@ -122,13 +121,14 @@ def make_plan(
     estimate = memory_of(config, architecture, target)
     rollouts = expected_rollouts(config, tokens, sampled)
     step = step_of(config, architecture, rollouts, target)
-    seconds = step.seconds(target, efficiency)
+    shares = efficiency_of(efficiency, architecture, target, config.sampler.name == "jax")
+    seconds = step.seconds(target, shares)
     num_devices = target.devices
     if config.sampler.urls:  # the workers run elsewhere
         num_devices += max((part.devices for part in step.parts if part.name == "decode"), default=0)
     device_hours = config.learner.steps * seconds * num_devices / 3600
     return RunPlan(
-        config, target, architecture, planned.source, estimate, step, efficiency, seconds, device_hours
+        config, target, architecture, planned.source, estimate, step, shares, seconds, device_hours
     )
 
 
@@ -229,7 +229,7 @@ def work_lines(plan: RunPlan) -> list[str]:
                 f"{part.flops:.2e}",
                 f"{part.memory * part.devices:.2e}",
                 f"{part.received * part.devices:.2e}",
-                number(part.seconds(plan.target, plan.efficiency)),
+                number(part.seconds(plan.target, plan.efficiency.of(part.name))),
             ]
         )
     headers = ["part", "operations", "bytes of memory", "bytes between devices", "seconds"]
@@ -239,7 +239,7 @@ def work_lines(plan: RunPlan) -> list[str]:
         f"a step: {rollouts.trajectories} trajectories of {rollouts.tokens} tokens, {rollouts.sampled} of"
         f" them sampled (--tokens, --sampled), which fill {step.fill:.0%} of the update's rows",
         table(rows, headers),
-        f"at efficiency {plan.efficiency:g}: {number(plan.seconds)} s a step{overlap},"
+        f"at efficiency {plan.efficiency}: {number(plan.seconds)} s a step{overlap},"
         f" {tokens_per_second:.0f} tokens/s",
         f"{num_steps} steps: {duration(num_steps * plan.seconds)}, {number(plan.device_hours)} device hours",
         "not counted: retrieval, publishing weights, checkpoints, evaluations, compiling",
@@ -259,7 +259,7 @@ def figures(plan: RunPlan, programs: Mapping[str, Mapping[str, Any]]) -> dict[st
         "trajectories": vars(plan.step.rollouts),
         "fill": plan.step.fill,
         "parts": [vars(part) for part in plan.step.parts],
-        "efficiency": plan.efficiency,
+        "efficiency": vars(plan.efficiency),
         "seconds": plan.seconds,
         "tokens_per_second": plan.step.trained / plan.seconds,
         "device_hours": plan.device_hours,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from calibadv_jax.config import Config
+from calibadv_jax.contrib.planning.efficiency import Efficiency
 from calibadv_jax.contrib.planning.hardware import Target, sampler_of
 from calibadv_jax.contrib.planning.memory import layer_width, trained_parameters
 from calibadv_jax.core.errors import UserError
@@ -21,7 +22,8 @@ from calibadv_jax.policy.transformer import Numerics
 
 # Work of the backward pass of a flash kernel, in forward passes: the scores are computed once more.
 FLASH_BACKWARD = 2.5
-FLASH_KERNELS = ("splash", "triton")
+FLASH_KERNELS = ("splash", "triton", "tokamax")
+RECOMPUTED_LAYERS = ("full", "attention")  # Settings of policy.remat with a second forward pass.
 FLOAT32_BYTES = 4
 
 
@@ -67,9 +69,14 @@ class Step:
     trained: int  # tokens of the rollouts' trajectories
     overlap: bool  # whether rollouts and update run at the same time, on devices of their own
 
-    def seconds(self, target: Target, efficiency: float) -> float:
-        """Return the time of the step; the arguments are those of `Part.seconds`."""
-        times = {part.name: part.seconds(target, efficiency) for part in self.parts}
+    def seconds(self, target: Target, efficiency: Efficiency) -> float:
+        """Return the time of the step.
+
+        Args:
+            target: The devices.
+            efficiency: Share of the devices' rates that each part reaches.
+        """
+        times = {part.name: part.seconds(target, efficiency.of(part.name)) for part in self.parts}
         sampling = times.pop("prefill", 0.0) + times.pop("decode", 0.0)
         training = sum(times.values())
         if self.overlap:
@@ -203,8 +210,8 @@ class Costs:
         attention = self.forward_flops(width) - architecture.flops_per_token(0)
         backward = 1 if policy.lora.rank else 2  # gradients of the inputs, and of the weights
         attention_backward = FLASH_BACKWARD if policy.attention in FLASH_KERNELS else 2
-        recomputes_layers = policy.remat == "full"
-        recomputes_attention = policy.remat != "none"
+        recomputes_layers = policy.remat in RECOMPUTED_LAYERS
+        recomputes_attention = policy.remat == "full"
         recomputes_head = width > policy.logprob_chunk
         return (
             layers * (1 + backward + recomputes_layers)
@@ -231,7 +238,7 @@ class Costs:
         mesh = self.config.mesh
         rounds = self._rounds(positions)
         held = positions / self.shards  # positions of one device
-        passes = 2 + (self.config.policy.remat == "full")
+        passes = 2 + (self.config.policy.remat in RECOMPUTED_LAYERS)
         gradients = FLOAT32_BYTES * self.trained  # bytes on one device
         flops = positions * self.update_flops(self.config.learner.pack_length)
         memory = rounds * (passes * self.weights + 3 * gradients)
