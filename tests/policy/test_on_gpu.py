@@ -3,6 +3,7 @@
 A GPU multiplies float32 matrices in TF32 (10 bits) by default, so numbers agree to about a thousandth.
 """
 
+import importlib.util
 import os
 
 import jax
@@ -32,8 +33,9 @@ def on_cpu(function, *arrays):
         return jax.jit(function)(*arrays)
 
 
+TOKAMAX = () if importlib.util.find_spec("tokamax") is None else ("tokamax",)
 CASES = [(kernel, "float32", 3e-3, 3e-3) for kernel in ("xla", "triton")]
-CASES += [(kernel, "bfloat16", 1e-2, 2e-2) for kernel in ("xla", "triton", "cudnn")]
+CASES += [(kernel, "bfloat16", 1e-2, 2e-2) for kernel in ("xla", *TOKAMAX, "triton", "cudnn")]
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "values_gap", "gradients_gap"), CASES)

@@ -1,7 +1,8 @@
 """tokamax's attention for packed rows on GPU: Mosaic on Hopper and Blackwell, Triton on Ampere and Ada.
 
-Keys are not repeated for grouped queries, and no array of T x T exists. The functions of tokamax that take a
-first key for each query are not public: its version is pinned (`attention.TOKAMAX_VERSION`).
+Keys are not repeated for grouped queries. Mosaic holds no array of T x T; the backward pass of the Triton
+kernel makes a mask of T x T bytes for each row. The functions of tokamax that take a first key for each query
+are not public: its version is pinned (`attention.TOKAMAX_VERSION`).
 """
 
 from __future__ import annotations
