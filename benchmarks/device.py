@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ def main() -> None:
     report(results, policy, arguments)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device")
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--rows", type=int, default=16, help="packed rows of the update")
@@ -200,7 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="folder for a profile of one more update")
     parser.add_argument("--peak_tflops", type=float, help="dense peak of the device, for utilisation")
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def random_batch(
