@@ -145,33 +145,25 @@ def without_environment(values: Any) -> tuple[Any, list[Deed]]:
         values: Nested values of the file; they are not changed.
 
     Returns:
-        The values, in which such a text is literal, or missing where only some words are allowed; and a deed
-        for each.
+        The values, in which such a text is literal, or the default where only some words are allowed; and a
+        deed for each.
     """
     deeds: list[Deed] = []
-    dropped: list[str] = []
 
     def escape(key: str, text: str) -> str:
         if not _INTERPOLATION.search(_KEY_REFERENCE.sub("", text)):
             return text
         deeds.append(Deed(key, f"fill in {text!r} from the environment"))
-        if typing.get_origin(type_of(key)) is Literal:
-            dropped.append(key)
+        is_choice = typing.get_origin(type_of(key)) is Literal
+        is_in_list = any(part.isdecimal() for part in key.split("."))
+        if is_choice and not is_in_list:
+            default: Any = Config()
+            for part in key.split("."):
+                default = getattr(default, part)
+            return str(default)
         return _INTERPOLATION.sub(r"\1\\\2", text)
 
-    literal: Any = map_texts(values, escape)
-    for key in dropped:
-        _drop(literal, key)
-    return literal, deeds
-
-
-def _drop(values: Any, dotted: str) -> None:
-    """Delete a key from nested mappings; a key inside a list stays."""
-    *path, name = dotted.split(".")
-    for part in path:
-        values = values.get(part) if isinstance(values, Mapping) else None
-    if isinstance(values, dict):
-        values.pop(name, None)
+    return map_texts(values, escape), deeds
 
 
 def refuse_deeds(
