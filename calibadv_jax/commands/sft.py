@@ -26,8 +26,9 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
+from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.signals import Stop
-from calibadv_jax.core.tags import Grammar, neutralise_observation, parse_turn, text_after_opening
+from calibadv_jax.core.tags import parse_turn, text_after_opening
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
 from calibadv_jax.distributed.joining import require_single_process
@@ -42,12 +43,13 @@ from calibadv_jax.metrics.trackers import open_backends
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
+from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
+from calibadv_jax.run.tracking import COLD_START_KIND, describe_run
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
@@ -126,7 +128,7 @@ def _run(config: Config, console: Console) -> None:
     )
     with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
         batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
-        _train(config, cold_start, batches, schedule, total, held_out, stop)
+        _train(config, cold_start, batches, schedule, updates, held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype = config.policy.param_dtype
@@ -152,24 +154,31 @@ def _train(
     cold_start: ColdStart,
     batches: Iterator[Batch],
     schedule: Schedule,
-    total: int,
+    updates: Sequence[int],
     held_out: Batch | None,
     stop: Stop,
 ) -> None:
-    """Train on the batches, up to update `total`.
+    """Train on the batches of all phases; `updates`: number of updates of each.
 
     Raises UserError if the training diverged: the parameters are not finite, or no update is finite, for
     guards.patience_steps updates in a row or from the first to the last.
     """
     folder = Path(config.run.dir) / "sft_metrics"
     console = cold_start.console
+    total = sum(updates)
+    headings: dict[int, str] = {}
+    if config.sft.demonstrations == "world":
+        headings = phase_headings(config.sft.phases, updates, cold_start.step)
     first = cold_start.step + 1
     patience = min(config.guards.patience_steps, total)
     guards = Guards(dataclasses.replace(config.guards, patience_steps=patience), "sft.optimizer.lr")
-    backends = open_backends(config.log, folder, first, console.warn)
+    description = describe_run(config, Path(config.run.dir), COLD_START_KIND)
+    backends = open_backends(config.log, folder, first, console.warn, description)
     with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
         for step, batch in enumerate(batches, first):
             is_last = step == total
+            if step in headings:
+                console.note(headings[step])
             console.begin_step(step, total)
             rate = float(schedule(step - 1))
             with stop.held():
@@ -185,6 +194,26 @@ def _train(
                 cold_start.updated(state)
             if is_last or step % LOGGED_EVERY == 0:
                 console.step(step, total, metrics)
+
+
+def phase_headings(phases: Sequence[SftPhase], updates: Sequence[int], done: int) -> dict[int, str]:
+    """Return a line for the first update of each phase, by its number, and for the first one after `done`.
+
+    Args:
+        phases: The phases, with generated demonstrations.
+        updates: The number of updates of each.
+        done: The number of updates that an earlier start has made.
+    """
+    headings = {}
+    start = 0
+    for number, (phase, count) in enumerate(zip(phases, updates, strict=True), 1):
+        first = max(start, done) + 1
+        start += count
+        if first <= start:
+            line = f"phase {number} of {len(phases)}: {phase.kind}, updates {start - count + 1} to {start}"
+            is_change = number > 1 and first > done + 1
+            headings[first] = f"{line}; other demonstrations, so the loss jumps" if is_change else line
+    return headings
 
 
 def _update(cold_start: ColdStart, batch: Batch, rate: float) -> tuple[State, dict[str, float]]:
@@ -367,7 +396,7 @@ def _drawn_samples(
     longest = config.sft_row_length
     drawn: Iterable[Demonstration]
     if config.sft.demonstrations == "world":
-        drawn = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
+        drawn = load_optional("worlds.world_demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
     for demonstration in drawn:
@@ -433,9 +462,14 @@ def encode_demonstration(
         UserError: As `open_prompt`, or rollout.max_observation_length is too small for the tags.
     """
     actions = make_actions(config)
-    grammar = grammar_of(actions)
+    neutraliser = make_neutraliser(tokenizer, actions)
     prompt, opening = open_prompt(
-        demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length, actions
+        demonstration.question,
+        tokenizer,
+        config.prompt,
+        config.rollout.max_prompt_length,
+        actions,
+        neutraliser,
     )
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     by_name: dict[str, Action] = {action.name: action for action in actions or (SearchAction(),)}
@@ -445,10 +479,10 @@ def encode_demonstration(
         text = text_after_opening(opening if number == 1 else observations.opening, turn.text)
         segments.append(np.asarray(encode(tokenizer, text), np.int32))
         is_trained.append(turn.trained)
-        action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
+        action = by_name.get(parse_turn(turn.text, "eos", neutraliser.grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)
         if goes_on or turn.documents or turn.observation:
-            body = _observation_body(turn, action, tokenizer, grammar)
+            body = _observation_body(turn, action, neutraliser)
             observation, *_ = observations.for_action(action or SearchAction()).information(body)
             segments.append(observation)
             is_trained.append(False)
@@ -464,10 +498,10 @@ def encode_demonstration(
     return Sample(tokens, mask, zeros, zeros)
 
 
-def _observation_body(turn: DemoTurn, action: Action | None, tokenizer: Any, grammar: Grammar) -> str:
+def _observation_body(turn: DemoTurn, action: Action | None, neutraliser: Neutraliser) -> str:
     """Return the text of a turn's observation, rendered by a built-in action: no user code runs here."""
-    observation = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
-    documents = neutralise_documents(turn.documents, tokenizer, grammar)
+    observation = neutraliser.neutralise_observation(turn.observation)
+    documents = neutraliser.neutralise_documents(turn.documents)
     renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()
     return renderer.render(Reply(tuple(documents), observation))
 

@@ -11,10 +11,10 @@ import pytest
 from loss_cases import columns, packed, sample
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.config.sections.learner import LOSS_KEYS, SEQUENCE_LOSSES
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import LOSSES
 from calibadv_jax.learner.batch_factors import TrainedTokens
-from calibadv_jax.learner.losses import LOSSES, Tokens, check_loss, find_loss
+from calibadv_jax.learner.losses import Tokens, check_loss, find_loss
 
 SOURCE = """
 def doubled(tokens, config):
@@ -22,6 +22,9 @@ def doubled(tokens, config):
 
 def short(tokens):
     return tokens.advantages
+
+def scaled(tokens, config, *, scale):
+    return -scale * tokens.ratio * tokens.advantages, tokens.trained
 
 number = 3
 
@@ -108,6 +111,30 @@ def test_own_loss_is_minimised(own):
     assert find_loss(config.name).every_sample  # it may move tokens without advantage
 
 
+def test_own_loss_gets_its_arguments(own):
+    row = sample([-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1])
+    once, twice = (LossConfig(name=f"{own}scaled", args={"scale": scale}) for scale in (1.0, 2.0))
+    check_loss(once)
+    loss, (gradient,), _ = packed([row], once)
+    double_loss, (double_gradient,), _ = packed([row], twice)
+    assert double_loss == pytest.approx(2 * loss) and loss != 0
+    assert double_gradient == pytest.approx(2 * gradient)
+    assert len({once: 1, twice: 2}) == 2  # as keys of a cache
+
+
+@pytest.mark.parametrize("arguments", [{}, {"scale": 1.0, "other": 1}])
+def test_arguments_that_an_own_loss_does_not_take_are_refused(own, arguments):
+    with pytest.raises(UserError, match=f"loss.name is {own}scaled, but it cannot be called with"):
+        check_loss(LossConfig(name=f"{own}scaled", args=arguments))
+
+
+def test_arguments_without_an_own_loss_are_refused():
+    with pytest.raises(
+        pydantic.ValidationError, match="loss.name=gpg is no function of your own: leave it out"
+    ):
+        LossConfig(name="gpg", args={"scale": 1.0})
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_is_described_in_one_line(name):
     loss, lines = LOSSES[name], check_loss(LossConfig(name=name, aggregation="sequence_mean"))
@@ -128,10 +155,9 @@ def test_documented_loss_runs(tmp_path, monkeypatch):
     assert metrics["actor/pg_clipfrac"] == 1
 
 
-@pytest.mark.parametrize("name", LOSS_KEYS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_loss_reads_its_own_keys_only(name):
     """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
-    assert LOSS_KEYS.keys() == LOSSES.keys() > set(SEQUENCE_LOSSES)
     config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
 
     class Recorder:
@@ -139,14 +165,14 @@ def test_loss_reads_its_own_keys_only(name):
             read.add(key)
             return getattr(config, key)
 
-    loss, row = LOSSES[name], columns([-1.0, -2.0])
+    loss, row = find_loss(name), columns([-1.0, -2.0])
     assert check_loss(config) == [] if name == "vanilla" else loss.summary in check_loss(config)[0]
     factors = None
     if loss.batch_factor:
         trained = TrainedTokens(*np.array([[1.0, -1.0], [0.5, 0.5], [-1.0, -2.0], [-1.0, -2.0]]))
         factors = columns(loss.batch_factor(trained, Recorder(), np.random.default_rng(0)))
     loss.terms(Tokens(row, row, row, row, row < 0, (row < 0).astype(int), factors), Recorder())
-    assert set(LOSS_KEYS[name]) <= read <= {*LOSS_KEYS[name], "dual_clip"}
+    assert set(LOSSES[name].keys) <= read <= {*LOSSES[name].keys, "dual_clip"}
 
 
 @pytest.mark.parametrize(

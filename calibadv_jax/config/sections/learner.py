@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
+from calibadv_jax.core.registry import LOSSES
 from calibadv_jax.core.user_functions import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
-
-_CLIP = ("clip_low", "clip_high")
-# Built-in loss -> the keys that it reads and some other losses do not. A loss of the user's own may read all
-# keys. The formulas are in `learner.losses.LOSSES`.
-LOSS_KEYS: dict[str, tuple[str, ...]] = {
-    "vanilla": (*_CLIP, "dual_clip"),
-    "cispo": (*_CLIP, "drop_above"),
-    "gspo": _CLIP,
-    "gmpo": _CLIP,
-    "gpg": (),
-    "clip_cov": (*_CLIP, "cov_share", "cov_low", "cov_high"),
-    "kl_cov": ("cov_share", "cov_kl_coef"),
-    "lld": (*_CLIP, "dual_clip", "lld_coef", "lld_gating"),
-    "balance": (*_CLIP, "balance_ratio"),
-    "balance_detached": (*_CLIP, "balance_ratio"),
-    "sapo": ("tau_positive", "tau_negative"),
-    "dppo_tv": (*_CLIP, "ratio_cap"),
-    "dppo_kl": (*_CLIP, "ratio_cap"),
-    "dro": ("dro_beta",),
-}
-# Losses that are a mean over trajectories.
-SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -43,6 +23,9 @@ class LossConfig(Section):
     name: str = "vanilla"
     """vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance, balance_detached, sapo, dppo_tv,
     dppo_kl or dro (docs/losses.md), or a function of your own as package.module:function."""
+    # Without it in its hash, the section can still be a key of a cache.
+    args: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further arguments of your own function in `name`, by name."""
     clip_low: NonNegativeFloat = 0.2
     """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: lower bound -clip_low of the ratio's
     logarithm. dppo_tv, dppo_kl: largest distance of probabilities for a token with a negative advantage."""
@@ -127,7 +110,9 @@ class LossConfig(Section):
     def _faults(self) -> Iterator[str]:
         if not is_address(self.name):
             yield from self._name_faults()
-        if self.name in SEQUENCE_LOSSES and self.aggregation != "sequence_mean":
+            if self.args:
+                yield f"loss.args is set, but loss.name={self.name} is no function of your own: leave it out"
+        if self.name in LOSSES and LOSSES[self.name].is_sequence_mean and self.aggregation != "sequence_mean":
             yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
         for key in ("dual_clip", "importance_high"):
             bound = getattr(self, key)
@@ -170,18 +155,18 @@ class LossConfig(Section):
 
     def _name_faults(self) -> Iterator[str]:
         """Refuse an unknown loss, and changed keys that only other losses read."""
-        if self.name not in LOSS_KEYS:
+        if self.name not in LOSSES:
             yield (
-                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, "
+                f"loss.name is {self.name}: it must be one of {', '.join(LOSSES)}, "
                 "or a function of your own as package.module:function"
             )
             return
-        optional_keys = {key for keys in LOSS_KEYS.values() for key in keys}
-        unread_keys = optional_keys.difference(LOSS_KEYS[self.name])
+        optional_keys = {key for entry in LOSSES.values() for key in entry.keys}
+        unread_keys = optional_keys.difference(LOSSES[self.name].keys)
         pydantic_class: Any = LossConfig
-        for key, field in pydantic_class.__pydantic_fields__.items():
+        for key, section_field in pydantic_class.__pydantic_fields__.items():
             value = getattr(self, key)
-            if key in unread_keys and value != field.default:
+            if key in unread_keys and value != section_field.default:
                 yield f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
 
 

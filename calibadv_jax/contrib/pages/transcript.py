@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from calibadv_jax.advantages.baselines import mean_and_std
 from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_non_empty, positive_negative_sums
-from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.tags import CLOSE_INFORMATION
 from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
@@ -147,6 +147,7 @@ def transcript(
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
         "why": [line for line in explanation.splitlines() if line],
+        "brief": WORDS.group_brief(facts).strip(),
         "is_judged": config.is_calibrated or estimator_judges,
         "trajectories": trajectories,
     }
@@ -175,6 +176,8 @@ def _turns(
                 "documents": documents,
                 # Empty where the explanation of the group covers the turn.
                 "why": WORDS.turn(row, turn, index == last, facts, config).strip(),
+                # The same in a few words; empty where `why` has no shorter form.
+                "brief": WORDS.turn_brief(row, turn, index == last, facts, config).strip(),
                 "flaw": flaw,
             }
         )
@@ -210,7 +213,7 @@ def observation_parts(text: str) -> list[dict[str, Any]]:
         The parts in order, each ``{"text", "document"}``: the index of the document that it shows, or None.
 
     Documents are located by the headers that the agent loop writes; no document can forge one
-    (`tags.neutralise`). An observation that was cut may lack the last documents.
+    (`neutraliser.Neutraliser`). An observation that was cut may lack the last documents.
     """
     before, *documents = re.split(r'(?=Doc \d+\(Title: ")', text)
     parts: list[dict[str, Any]] = [{"text": before, "document": None}]
