@@ -60,10 +60,12 @@ class Uses:
     Attributes:
         sections: Dotted names of sections and keys; none: all.
         without: Dotted names of sections and keys among them that it does not use.
+        writes: Keys whose file it writes, although other commands read that file.
     """
 
     sections: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
     def __contains__(self, key: str) -> bool:
         """Return whether the command uses a key."""
@@ -91,7 +93,8 @@ USES = {
     "export": Uses(("run", "export")),
     "coverage": Uses(("run", "data", "retriever")),
     "demonstrate": Uses(
-        ("run", "policy", "data", "prompt", "rollout", "tools", "retriever", "sft"), ("policy.path",)
+        ("run", "policy", "data", "prompt", "rollout", "tools", "retriever", "sft"),
+        writes=("sft.demonstrations",),
     ),
     "plan": Uses(
         ("policy", "mesh", "rollout", "learner", "critic", "loss", "advantage"),
@@ -219,9 +222,9 @@ def _deeds(config: Config, uses: Uses, folders: Sequence[Path], own_folder: str)
     yield from _imports(config)
     yield from _programs(config)
     yield from _addresses(config)
-    yield from _downloads(config)
+    yield from _downloads(config, uses)
     places = [*folders, Path(own_folder)] if own_folder else folders
-    yield from _outputs(config, places)
+    yield from _outputs(config, uses, places)
     yield from _index(config, places if "run" in uses else [])
     if not own_folder and "run.dir" in uses:
         yield from _links(config)
@@ -294,12 +297,13 @@ def _contact(key: str, url: str, token_variable: str) -> Iterator[Deed]:
         yield Deed(key, f"contact {url}")
 
 
-def _downloads(config: Config) -> Iterator[Deed]:
+def _downloads(config: Config, uses: Uses) -> Iterator[Deed]:
     """Yield the repositories that a config downloads; a model that is in the user's cache is none of them."""
     models = {
         "policy.path": config.policy.path,
         "policy.tokenizer": config.policy.tokenizer,
         "evaluate.policy": config.evaluate.policy,
+        "sft.init_from": config.sft.init_from,
     }
     is_child = bool(config.retriever.corpus) and not config.retriever.url
     if is_child:
@@ -314,6 +318,8 @@ def _downloads(config: Config) -> Iterator[Deed]:
         "sft.demonstrations": config.sft.demonstrations,
     }
     for key, sources in data.items():
+        if key in uses.writes:
+            continue
         for name in _names(sources):
             if name.startswith(DATASETS) or is_repository(name):
                 yield Deed(key, f"download the data {name}")
@@ -328,9 +334,9 @@ def _names(sources: Any) -> Iterator[str]:
         yield from _names(entry)
 
 
-def _outputs(config: Config, places: Sequence[Path]) -> Iterator[Deed]:
+def _outputs(config: Config, uses: Uses, places: Sequence[Path]) -> Iterator[Deed]:
     """Yield the outputs of a config outside of all places."""
-    for key in keys_with_mark(Mark.OUTPUT):
+    for key in (*keys_with_mark(Mark.OUTPUT), *uses.writes):
         section, _, name = key.partition(".")
         path = getattr(getattr(config, section), name)
         # `_index` knows whether there is something to build.

@@ -257,3 +257,17 @@ def test_text_of_a_record_is_that_of_a_run(tmp_path):
     ):
         parse_config("loss: {name: 'g:f', importance_cap: 2.0}\n", name, trust=Trust("replay"))
     assert parse_config("tools: ['g:f']\n", name, trust=Trust("replay")).tools[0].name == "g:f"
+
+
+def test_file_that_demonstrate_writes(kept, tmp_path):
+    """The other commands read sft.demonstrations."""
+    path = kept(sft={"demonstrations": str(tmp_path / "demos.jsonl"), "init_from": "a/policy"})
+    download = "download the model a/policy (sft.init_from)"
+    assert refused(path, command="demonstrate") == [
+        download,
+        f"write {tmp_path}/demos.jsonl (sft.demonstrations)",
+    ]
+    assert refused(path, command="sft") == [download]
+    assert refused(path, "sft.demonstrations=own.jsonl", "sft.init_from=", command="demonstrate") == []
+    tokenizer = kept(policy={"path": "a/policy"}, sft={"demonstrations": f"{tmp_path}/run/demos.jsonl"})
+    assert refused(tokenizer, command="demonstrate") == ["download the model a/policy (policy.path)"]
