@@ -24,6 +24,7 @@ from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, stora
 from calibadv_jax.core.modules_path import safe_path
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.signals import exit_process, exit_process_now
+from calibadv_jax.core.tags import without_controls
 
 # Largest width of a policy whose matrix products use no more than one core.
 SMALL_WIDTH = 512
@@ -290,7 +291,7 @@ def run_and_exit(work: Callable[[], object]) -> NoReturn:
     except SystemExit as stopped:
         exit_process(stopped.code)
     except UserError as error:
-        sys.stderr.write(f"error: {redact(str(error))}\n")
+        sys.stderr.write(f"error: {without_controls(redact(str(error)))}\n")
         exit_process(exit_status(error))
     except BrokenPipeError:
         if not _is_output_closed():
