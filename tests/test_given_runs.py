@@ -1,6 +1,8 @@
 """Run folders that somebody else made: no command runs, contacts, reads or writes more than it says."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +69,37 @@ DEEDS = {
     "replay": [*REWARD, *CREDIT],
     "audit": [*REWARD, *CREDIT],
 }
+# The same for what cannot stand beside that in one config.
+INDEX = [
+    "open an index of the kind given_index:Own, which runs code (retriever.kind)",
+    "build the index /elsewhere/index (retriever.index)",
+    "download the model far/reranker (retriever.reranker)",
+]
+WORKER = ["contact http://far-worker:8000 (sampler.urls)"]
+JUDGE = ["contact http://far-judge (reward.judge.url)"]
+POLICY = ["download the model far/policy (policy.path)"]
+COLD_START = ["download the model far/first (sft.init_from)"]
+ADAPTER = ["write /elsewhere/adapter (export.adapter_output)"]
+DEMONSTRATIONS = ["write /elsewhere/demonstrations.jsonl (sft.demonstrations)"]
+REST = [
+    "join processes at far:1234",
+    "write /elsewhere/world (world.dir)",
+    "write /elsewhere/sft (sft.output)",
+]
+REST += ["listen on 0.0.0.0:9464 (log.prometheus)"]
+EVERYTHING = [*INDEX, *WORKER, *JUDGE, *POLICY, *COLD_START, *ADAPTER, *REST]
+OTHER_DEEDS = {
+    **dict.fromkeys(("quickstart", "sft", "train", "doctor"), EVERYTHING),
+    "evaluate": [*INDEX, *WORKER, *JUDGE, *POLICY],
+    "export": ADAPTER,
+    "coverage": INDEX,
+    "demonstrate": [*INDEX, *POLICY, *COLD_START, "write /elsewhere/sft (sft.output)", *DEMONSTRATIONS],
+    "ask": [*INDEX, *WORKER],
+    "serve": [*INDEX, *WORKER],
+    "plan": [],
+    "replay": [],
+    "audit": [],
+}
 
 
 class Recorder(Handler):
@@ -106,6 +139,31 @@ def hostile_values(url):
         "export": {"output": "/elsewhere/hf"},
         "data": {"train": "old/train.jsonl", "eval": "far/questions"},
         "log": {"backends": ["wandb"], "project": "far"},
+    }
+
+
+def other_hostile_values():
+    return {
+        "policy": {"path": "far/policy"},
+        "retriever": {
+            "corpus": "gift/train.jsonl",
+            "index": "/elsewhere/index",
+            "kind": "given_index:Own",
+            "reranker": "far/reranker",
+            "rerank_candidates": 10,
+        },
+        "sampler": {"name": "vllm", "urls": ["http://far-worker:8000"]},
+        "reward": {"answer": "judge", "judge": {"url": "http://far-judge", "model": "m"}},
+        "distributed": {"coordinator_address": "far:1234", "num_processes": 2, "process_id": 0},
+        "world": {"dir": "/elsewhere/world"},
+        "sft": {
+            "init_from": "far/first",
+            "output": "/elsewhere/sft",
+            "demonstrations": "/elsewhere/demonstrations.jsonl",
+        },
+        "export": {"adapter_output": "/elsewhere/adapter"},
+        "log": {"backends": ["prometheus"], "prometheus": "0.0.0.0:9464"},
+        "run": {"dir": "gift"},
     }
 
 
@@ -184,6 +242,24 @@ def test_command_names_all_it_would_do_and_does_nothing(gift, tmp_path, capsys, 
     assert not [name for name in sys.modules if name.startswith("given_")]
 
 
+@pytest.mark.parametrize("command", OTHER_DEEDS)
+def test_command_names_its_other_deeds_too(gift, tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    (gift / "retriever.log").unlink()
+    kept = gift / "configs/0.yaml"
+    kept.write_text(yaml.safe_dump(other_hostile_values()))
+    before = tree(tmp_path)
+    if not OTHER_DEEDS[command]:
+        assert load_config(kept, trust=Trust(command))
+        return
+    assert run(command, *ARGUMENTS[command]) == 2
+    error = capsys.readouterr().err
+    deeds = error.partition(" would ")[2].partition(". A run may")[0].split("; ")
+    missing = [deed for deed in OTHER_DEEDS[command] if not any(deed in named for named in deeds)]
+    assert not missing and len(deeds) == len(OTHER_DEEDS[command]), deeds
+    assert tree(tmp_path) == before
+
+
 @pytest.mark.parametrize("command", READING)
 def test_reading_command_only_writes_its_own_output(gift, tmp_path, capsys, command):
     if command == "report":
@@ -193,6 +269,27 @@ def test_reading_command_only_writes_its_own_output(gift, tmp_path, capsys, comm
     assert status == 0, capsys.readouterr().err
     assert tree(tmp_path) == before and not Recorder.requests
     assert not [name for name in sys.modules if name.startswith("given_")]
+
+
+@pytest.mark.parametrize("words", [["--print"], ["--page=own/page.html"]])
+def test_groups_of_a_given_run_are_shown_and_nothing_else_is_done(gift, tmp_path, capsys, words):
+    before = tree(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["inspect", "gift", *words])
+    assert not end.value.code, capsys.readouterr().err
+    assert tree(tmp_path) == before and not Recorder.requests
+    assert not [name for name in sys.modules if name.startswith("given_")]
+
+
+@pytest.mark.medium
+def test_reader_of_printed_groups_may_end_early(gift):
+    """As `head`; the pipe is closed before the program writes."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "calibadv_jax", "inspect", "gift", "--print"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.PIPE_CLOSED, "")
 
 
 def test_values_of_the_user_are_not_asked_about(gift, capsys):
