@@ -1,7 +1,7 @@
 """Operations of products and bytes of memory traffic of a program that XLA compiled for a GPU, from its text.
 
-XLA's own count knows nothing of cuBLAS's calls and counts the body of a loop once. Here a loop counts as often
-as it runs. A kernel reads its operands and writes its results; of an array that it slices, only the slice.
+XLA's own count knows nothing of cuBLAS's calls and counts the body of a loop once. Here a loop counts as
+often as it runs. A kernel reads its operands and writes its results; of a sliced array, only the slice.
 """
 
 from __future__ import annotations

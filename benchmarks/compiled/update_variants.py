@@ -11,8 +11,8 @@ Needs XLA's compiler for CUDA (`benchmarks.compiled.ahead_of_time`); no GPU. A l
     head N               N tokens of a row whose logits exist at once; 0: those of the whole row
     optimizer's step     clip, moments and parameters; bytes for each parameter
 
-The operations are those of matrix products, the bytes those that kernels read and write, both from the text of
-the compiled program (`benchmarks.compiled.hlo_costs`). Every token is trained.
+The operations are those of matrix products, the bytes those that kernels read and write, both from the text
+of the compiled program (`benchmarks.compiled.hlo_costs`). Every token is trained.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ simulated): tests/test_cuda.py compiles them, and tests/policy/test_on_gpu.py ru
 """
 
 import logging
+import subprocess
+import sys
 from unittest import mock
 
 import jax
@@ -101,3 +103,16 @@ def test_first_column_of_each_segment():
     segments = jnp.array([[1, 1, 2, 2, 2, 0], [4, 4, 4, 4, 4, 4], [1, 2, 3, 3, 0, 0]])
     expected = [[0, 0, 2, 2, 2, 5], [0] * 6, [0, 1, 2, 2, 4, 4]]
     np.testing.assert_array_equal(segment_starts(segments), expected)
+
+
+IMPORTS = """
+import sys
+import calibadv_jax.policy.kernels.tokamax_kernels
+import tokamax._src.ops.attention.pallas_mosaic_gpu, tokamax._src.ops.attention.pallas_triton
+print([name for name in sys.modules if name.startswith("jax.experimental.pallas.ops.gpu")])
+"""
+
+
+def test_kernels_of_auto_do_not_import_the_deprecated_ones():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
