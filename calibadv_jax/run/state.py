@@ -97,7 +97,7 @@ class RunState:
         )
         self.step = 0  # number of steps trained
         newest = self.checkpoints.latest_step()
-        self.learner_state: State = self.trainer.begin(is_fresh=newest is None)
+        self.learner_state: State = self.trainer.begin(newest is None, questions)
         if newest is None:
             if process_group.is_main:
                 (folder / ROLLBACK).unlink(missing_ok=True)

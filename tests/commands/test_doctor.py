@@ -342,3 +342,15 @@ def test_judge_is_asked_about_right_and_wrong_answer(config):
     assert warning.startswith("warning: ") and "reward.judge.prompt" in warning
     with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*, or correct reward.judge.url"):
         doctor.check_judge(judged_by(config, url))
+
+
+def test_teacher_is_checked(config, tmp_path):
+    assert doctor.check_teacher(config) == []
+    folder = with_weights(config, tmp_path / "teacher").policy.path
+    (line,) = doctor.check_teacher(changed(config, teacher={"policy": folder}))
+    assert line == f"teacher {folder}: has the policy's vocabulary"
+    with pytest.raises(UserError, match=r"teacher\.policy=.*lost"):
+        doctor.check_teacher(changed(config, teacher={"policy": str(tmp_path / "lost")}))
+    away = changed(config, teacher={"url": "http://127.0.0.1:1/v1", "model": "m"})
+    with pytest.raises(UserError, match=r"teacher http.*no answer .*correct teacher\.url"):
+        doctor.check_teacher(away)

@@ -308,6 +308,7 @@ def compared(folder, *keys, questions=QUESTIONS, hidden_size=4):
         ([PATH, LORA], {"scale": 2.0}, "policy.weights"),
         ([PATH, LORA, KL, "policy.lora.init_from={}"], {"adapters": 2.0}, "policy.adapters"),
         ([JUDGED], {"prompt": "Judge mildly."}, "reward.judge.content"),
+        (["teacher.policy={}/hf"], {"scale": 2.0}, "teacher.content"),
         ([CALCULATOR], {"purpose": "guess a number"}, "tools.content"),
         ([CALCULATOR], {"may_be_empty": True}, "tools.content"),
     ],
