@@ -80,6 +80,9 @@ class RunState:
             config.data.weights,
             config.data.rest_below,
             config.data.rest_above,
+            config.data.rest_after,
+            config.data.rest_for,
+            config.data.rest_share,
         )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
