@@ -172,7 +172,8 @@ def _prepare(
         if _begins_with_weights(config):
             check_start(config, model)
         if config.teacher.is_on:
-            model = load_optional("teacher").check_teacher(config, model)
+            asked = impatient(config) if faults else config
+            model = load_optional("teacher").check_teacher(asked, model)
     # Services come last. After a fault the start ends anyway, so they are asked once and not waited for.
     with faults.collected():
         for line in describe_choices(impatient(config) if faults else config):

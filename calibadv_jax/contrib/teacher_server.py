@@ -13,13 +13,12 @@ from pydantic import BaseModel, Field, ValidationError
 from calibadv_jax.config import TeacherConfig
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.tags import TAGS
-from calibadv_jax.rollout.observation import encode
 from calibadv_jax.services import http_client
 from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, Warn
 
 TOKEN_VARIABLE = "TEACHER_TOKEN"
 LONGEST_REPLY = 2**28  # bytes; a token of a prompt takes about a hundred
-# Text whose tokens the server and the policy must have in common, in several alphabets and with the tags.
+# Text whose tokens must have the same ids at the server as in the policy: several alphabets, and the tags.
 VOCABULARY_PROBE = " ".join(
     (
         "Who wrote the novel in 1291, and 12345 other letters?",
@@ -64,9 +63,10 @@ class _Models(BaseModel):
 
 
 class _Tokens(BaseModel):
-    """The reply to a request to tokenize a text."""
+    """The reply to a request to tokenize a text: ids, and the token of each id."""
 
     tokens: list[int]
+    token_strs: list[str]
 
 
 class TeacherServer:
@@ -98,22 +98,25 @@ class TeacherServer:
         )
 
     def check_vocabulary(self, tokenizer: Any) -> None:
-        """Check that the server reads texts as the same tokens as the policy.
+        """Check that ids stand for the same tokens at the server and in the policy.
+
+        The server may divide a text in another way, since it is never sent any. What counts are the ids.
 
         Args:
             tokenizer: the policy's, of transformers.
 
         Raises:
-            UserError: the tokens of VOCABULARY_PROBE differ, or the server cannot be asked.
+            UserError: a token of VOCABULARY_PROBE has another id, or the server cannot be asked.
         """
-        expected = encode(tokenizer, VOCABULARY_PROBE)
-        tokens = self._run(self._tokenize).tokens
-        if tokens != expected:
-            raise UserError(
-                f"teacher.url={self.url}: its model {self.config.model} has another vocabulary than the"
-                f" policy: a text has {len(tokens)} tokens there and {len(expected)} here, or other ids;"
-                " choose a teacher with the policy's tokenizer"
-            )
+        reply = self._run(self._tokenize)
+        for token_id, token in zip(reply.tokens, reply.token_strs, strict=True):
+            (own,) = tokenizer.convert_ids_to_tokens([token_id])
+            if own != token:
+                raise UserError(
+                    f"teacher.url={self.url}: its model {self.config.model} has another vocabulary than the"
+                    f" policy: the id {token_id} is {token!r} there and {own!r} here; choose a teacher with"
+                    " the policy's tokenizer"
+                )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the log-probabilities of tokens, at temperature 1.
@@ -163,7 +166,12 @@ class TeacherServer:
         return await self._ask(http, "GET", f"{self.url}/models", _Models)
 
     async def _tokenize(self, http: aiohttp.ClientSession) -> _Tokens:
-        body = {"model": self.config.model, "prompt": VOCABULARY_PROBE, "add_special_tokens": False}
+        body = {
+            "model": self.config.model,
+            "prompt": VOCABULARY_PROBE,
+            "add_special_tokens": False,
+            "return_token_strs": True,
+        }
         return await self._ask(http, "POST", f"{self.url.removesuffix('/v1')}/tokenize", _Tokens, body)
 
     async def _score(self, http: aiohttp.ClientSession, sequence: Sequence[int]) -> np.ndarray:

@@ -124,7 +124,7 @@ def test_failed_check_is_counted_and_others_run(config, capsys):
         lines, last = findings(capsys, with_retriever(broken, url), failed=1)
     failures = [line for line in lines if line.startswith("FAIL")]
     assert [line.split(":")[0] for line in failures] == ["FAIL questions", "FAIL policy"]
-    assert last == "2 of 6 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
+    assert last == "2 of 7 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
 
 
 def test_start_and_doctor_name_every_fault_at_once(config, capsys, tmp_path):
@@ -300,7 +300,7 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     (failure,) = (line for line in lines if line.startswith("FAIL policy"))
     assert "do not fit: this host has 0.0 GiB for 8 device(s)" in failure and "sampler.slots" in failure
     assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
-    assert last == "1 of 6 checks failed"
+    assert last == "1 of 7 checks failed"
     lines, last = findings(capsys, changed(config, mesh={"fsdp": 2, "tensor": 4}), offline=True)
     for words in ("do not fit", "mesh.tensor is 4, which does not divide the policy's 2"):
         assert any(line.startswith("warn policy: ") and words in line for line in lines)

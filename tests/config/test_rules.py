@@ -99,6 +99,8 @@ TITLES = {"policy": "initial", "hint": "{titles}"}
         ("set teacher.acts_on=loss", {"teacher": {"policy": "initial"}, "loss": {"name": "lld"}}),
         (None, {"teacher": {"policy": "initial", "acts_on": "loss"}, "loss": {"name": "lld"}}),
         (None, {"loss": {"name": "lld"}}),
+        ("teacher.reward_weight is set, but there is no teacher", {"teacher": {"reward_weight": 0.0}}),
+        ("teacher.hint is set, but there is no teacher", {"teacher": {"hint": "{answer}"}}),
     ],
     ids=str,
 )

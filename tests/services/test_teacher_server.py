@@ -29,10 +29,19 @@ class FakeVllm(Handler):
         if self.replies:
             self.reply(*self.replies.pop(0))
         elif self.path == "/tokenize":
-            self.reply(200, {"tokens": [ord(letter) for letter in body["prompt"]], "count": 1})
+            assert body["return_token_strs"] and not body["add_special_tokens"]
+            letters = list(body["prompt"])
+            self.reply(200, {"tokens": [ord(letter) for letter in letters], "token_strs": letters})
         else:
             entries = [None, *({str(token): {"logprob": -token / 10}} for token in body["prompt"][1:])]
             self.reply(200, {"choices": [{"prompt_logprobs": entries}]})
+
+
+class Named(Letters):
+    """A tokenizer that names its tokens."""
+
+    def convert_ids_to_tokens(self, ids):
+        return [chr(token_id) for token_id in ids]
 
 
 @pytest.fixture
@@ -98,10 +107,10 @@ def test_refused_request_is_one_line(endpoint):
 
 def test_other_model_and_other_vocabulary_are_refused(endpoint):
     handler, server = endpoint
-    server.check_vocabulary(Letters())
-    handler.replies += [(200, {"tokens": [1, 2, 3]})]
-    with pytest.raises(UserError, match=r"another vocabulary than the policy: a text has 3 tokens there"):
-        server.check_vocabulary(Letters())
+    server.check_vocabulary(Named())
+    handler.replies += [(200, {"tokens": [97, 98], "token_strs": ["a", "c"]})]
+    with pytest.raises(UserError, match=r"another vocabulary .* the id 98 is 'c' there and 'b' here"):
+        server.check_vocabulary(Named())
     other = TeacherServer(TeacherConfig(url=server.url, model="lost", patience=0.5))
     with pytest.raises(UserError, match="offers m, n, but teacher.model is lost"):
         other.identity()

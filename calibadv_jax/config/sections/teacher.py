@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -91,6 +91,8 @@ class TeacherConfig(Section):
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("url", self.url, "TEACHER_TOKEN")
+        if not self.is_on and not self.model:
+            yield from self._idle_faults()
         if self.policy and self.url:
             yield "policy and url both name a teacher: leave one out"
         if bool(self.url) != bool(self.model):
@@ -103,3 +105,10 @@ class TeacherConfig(Section):
             yield f"hint holds {named}, but only {{answer}} and {{titles}} are replaced: correct it"
         if self.coef_end and not self.coef_steps:
             yield f"coef_end is {self.coef_end:g}, but coef_steps is 0: set both, or leave both out"
+
+    def _idle_faults(self) -> Iterator[str]:
+        """Refuse settings of a teacher that is not there."""
+        pydantic_class: Any = TeacherConfig
+        for key, section_field in pydantic_class.__pydantic_fields__.items():
+            if getattr(self, key) != section_field.default:
+                yield f"teacher.{key} is set, but there is no teacher: set teacher.policy or teacher.url"

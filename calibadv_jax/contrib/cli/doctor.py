@@ -239,8 +239,7 @@ def check_teacher(config: Config) -> list[str]:
     if not teacher.is_on:
         return []
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-    impatient = replace(teacher, patience=SINGLE_ATTEMPT)
-    teaching.check_teacher(replace(config, teacher=impatient), model)
+    teaching.check_teacher(impatient(config), model)
     place = teacher.policy or f"{teacher.model} at {teacher.url}"
     return [f"teacher {place}: has the policy's vocabulary"]
 
