@@ -96,6 +96,11 @@ def estimate_memory(
     copies_reference = not frozen or lora.init_from
     if config.keeps_initial_policy and copies_reference:
         estimate["reference policy"] = num_trained * stored_bytes
+    teacher_folder = Path(config.teacher.policy)
+    if config.teacher.has_own_weights and (teacher_folder / "config.json").is_file():
+        teacher = architecture_from_hf(read_hf_config(teacher_folder), config.teacher.policy)
+        held = _held_elements(_shapes(teacher, None).abstract_params, mesh)
+        estimate["teacher"] = sum(held.values()) * _compute_bytes(config)
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         sampler_mesh = sampling.mesh.sizes if sampling else mesh
         num_weights = sum(_held_elements(policy.abstract_params, sampler_mesh).values())
