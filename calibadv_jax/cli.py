@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from calibadv_jax.config import Config, dump_config, hint_for_key, load_config
+from calibadv_jax.config.trust import Trust, add_flag
 from calibadv_jax.core.cpu import CPU_DEVICES, tune_for_cpu, use_large_pages
 from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
+from calibadv_jax.core.modules_path import safe_path
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.signals import exit_process, exit_process_now
+from calibadv_jax.core.tags import without_controls
 
 # Largest width of a policy whose matrix products use no more than one core.
 SMALL_WIDTH = 512
@@ -90,12 +93,14 @@ class Arguments:
         configs: Config files; later files win.
         overrides: "key.path=value", in the order given; later values win.
         dry_run: Whether to print the resolved config and stop.
+        trust_run: Whether the user trusts the runs whose configs are read.
         options: Values of the command's own OPTIONS, by name.
     """
 
     configs: list[Path]
     overrides: list[str]
     dry_run: bool
+    trust_run: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -127,7 +132,8 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0)
     if command in PROGRAMS:
         module, _ = PROGRAMS[command]
-        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+        # A kind of index of the user's own is found in the current folder all the same (--kind).
+        os.execve(sys.executable, [sys.executable, "-m", module, *arguments], {**os.environ, **safe_path()})
     # Without PyTorch, which nothing here needs, transformers would warn that it is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if command in TOOLS:
@@ -193,7 +199,9 @@ def main(command: str, run: Callable[..., object], argv: Sequence[str] | None = 
     arguments = parse(f"calibadv {command}", COMMANDS[command], argv, OPTIONS.get(command), default)
 
     def run_with_config() -> None:
-        config = load_config(arguments.configs, arguments.overrides, with_inputs=is_quickstart)
+        # A config that is only shown does nothing.
+        trust = Trust(command, is_given=arguments.trust_run or arguments.dry_run)
+        config = load_config(arguments.configs, arguments.overrides, is_quickstart, trust)
         if arguments.dry_run:
             sys.stdout.write(dump_config(config))
         else:
@@ -230,6 +238,7 @@ def parse(
     for name, option in options.items():
         parser.add_argument(f"--{name}", **option)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and stop")
+    add_flag(parser)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -241,7 +250,7 @@ def parse(
         _refuse_option(parser, unknown[0])
     chosen_options = {name: getattr(parsed, name) for name in options}
     chosen_configs = parsed.config or configs or []
-    return Arguments(chosen_configs, parsed.overrides, parsed.dry_run, chosen_options)
+    return Arguments(chosen_configs, parsed.overrides, parsed.dry_run, parsed.trust_run, chosen_options)
 
 
 def _refuse_option(parser: argparse.ArgumentParser, option: str) -> NoReturn:
@@ -282,7 +291,7 @@ def run_and_exit(work: Callable[[], object]) -> NoReturn:
     except SystemExit as stopped:
         exit_process(stopped.code)
     except UserError as error:
-        sys.stderr.write(f"error: {redact(str(error))}\n")
+        sys.stderr.write(f"error: {without_controls(redact(str(error)))}\n")
         exit_process(exit_status(error))
     except BrokenPipeError:
         if not _is_output_closed():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from retriever.errors import RetrieverError, reason
+from retriever.opening import qdrant_deeds, reads_data
 
 # Values of --embedding_dtype.
 DTYPES = ("float32", "float16")
@@ -87,6 +88,8 @@ class Kind:
         build_options: Its own options of the builder, by name.
         serve_options: Its own options of the service, by name.
         remote: The search service that can be used in place of an index folder.
+        deeds: Takes the folder of an index and its manifest; returns what opening it does beyond reading
+            data, each as the end of a sentence that begins with "would".
     """
 
     backend: str = ""
@@ -99,6 +102,7 @@ class Kind:
     build_options: Mapping[str, Option] = field(default_factory=dict)
     serve_options: Mapping[str, Option] = field(default_factory=dict)
     remote: Remote | None = None
+    deeds: Callable[[Path, Mapping[str, Any]], list[str]] = reads_data
 
 
 def _is_qdrant_collection(options: Namespace) -> bool:
@@ -155,6 +159,7 @@ KINDS: dict[str, Kind] = {
             excluded_options=("corpus_path", *FOLDER_OPTIONS, *WEB_OPTIONS),
             builder_options=("qdrant_url", "qdrant_collection"),
         ),
+        deeds=qdrant_deeds,
     ),
     "web": Kind(
         serve_options=WEB_OPTIONS,
@@ -261,6 +266,8 @@ class IndexOptions:
         threads: Number of cores to use; 0 for all.
         skip_checksum: Do not compare checksums: reading a large file on a slow disk takes minutes.
         settings: Service options of a kind's own that were given, by name.
+        kind: The kind that the index is said to have. An index that runs code or contacts an address when it
+            is opened must be of this kind; empty: such an index is refused.
     """
 
     retriever_name: str = ""
@@ -271,6 +278,7 @@ class IndexOptions:
     threads: int = 0
     skip_checksum: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
 
     def check(self, kind: str) -> None:
         """Raise RetrieverError if an option that was given has no meaning for a kind of index.
@@ -305,7 +313,7 @@ def find_kind(name: str) -> Kind:
     if name in KINDS and KINDS[name].backend:
         return KINDS[name]
     if ":" in name:
-        return Kind(name)
+        return Kind(name, deeds=lambda folder, manifest: [f"import {name!r}"])
     raise RetrieverError(f"--kind {name!r} is unknown: choose {VECTOR_KINDS} or package.module:Class")
 
 

@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from retriever.errors import require, status_of
+from retriever.opening import find_own_module
 from retriever.options import BUILT, INSTALL, add_build, add_source, build_options
 
 
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
         RetrieverError: As `load_corpus` and `build_index`; or scipy is not installed.
     """
     require("scipy", INSTALL)
+    find_own_module(arguments.kind)
     # Imported here: --help must answer at once, and where only the base packages are installed.
     from retriever.corpus.passages import load_corpus
     from retriever.indexes.build import build_index

@@ -72,7 +72,9 @@ def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> i
     try:
         work()
     except RetrieverError as error:
-        sys.stderr.write(f"error: {error}\n")
+        # Names in files of somebody else may hold what a terminal would obey.
+        shown = "".join(letter for letter in str(error) if letter.isprintable() or letter == "\n")
+        sys.stderr.write(f"error: {shown}\n")
         return ENVIRONMENT_STATUS if _is_transient(error) else 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{interrupted}\n")

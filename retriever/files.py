@@ -25,6 +25,8 @@ def atomic_write(path: Path, by_many: bool = False) -> Iterator[Path]:
     """
     process = f".{os.getpid()}" if by_many else ""
     partial = path.with_name(f".{path.name}{process}.partial")
+    # A link of this name, in a folder from somebody else, would be followed.
+    partial.unlink(missing_ok=True)
     try:
         yield partial
         os.replace(partial, path)

@@ -92,7 +92,11 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     """Add the options of the builder; the value of one that is not given is None."""
     group = parser.add_argument_group("building an index")
     add = group.add_argument
-    add("--kind", help=f"kind of the index: {VECTOR_KINDS} or package.module:Class (default: faiss)")
+    add(
+        "--kind",
+        help=f"kind of the index: {VECTOR_KINDS} or package.module:Class (default: that of the index, or"
+        " faiss); an index that runs code is opened only with its kind given here",
+    )
     add("--factory", help="FAISS factory string (default: Flat)")
     add("--search", help="search parameters kept in the index: nprobe=32 (FAISS), hnsw_ef=128 (Qdrant)")
     add("--embeddings", type=Path, help="folder to keep the vectors in, for further indexes")
@@ -170,6 +174,7 @@ def index_options(arguments: argparse.Namespace) -> IndexOptions:
         threads=arguments.threads,
         skip_checksum=arguments.skip_checksum,
         settings=settings,
+        kind=arguments.kind or "",
     )
 
 
@@ -227,7 +232,8 @@ def _check_source(options: argparse.Namespace, remote: Remote | None) -> None:
 
 def _check_build(options: argparse.Namespace, remote: Remote | None) -> None:
     """Refuse options of the builder if nothing is built."""
-    shared = remote.builder_options if remote else ()
+    # The kind of an index that exists says that the user trusts it.
+    shared = remote.builder_options if remote else ("kind",)
     build_only = [name for name in _build_values(options) if name not in shared]
     if not build_only:
         return

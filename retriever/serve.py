@@ -6,6 +6,7 @@ import os
 import sys
 
 from retriever.errors import require, status_of
+from retriever.opening import find_own_module
 from retriever.options import INSTALL, parse
 
 # Packages of the extra `retriever`, without which the service cannot start.
@@ -27,6 +28,7 @@ def run(argv: list[str] | None) -> None:
     _limit_threads(is_given=arguments.threads > 0)
     for package in PACKAGES:
         require(package, INSTALL)
+    find_own_module(arguments.kind)
     # Imported here: --help must answer at once, and the number of threads is set before NumPy is loaded.
     from retriever.service import server
 

@@ -226,3 +226,9 @@ except SystemExit:
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and "PyTorch" not in ended.stderr
+
+
+def test_error_shows_no_controls_of_a_terminal(config_file, capsys):
+    run = raising(UserError("tools: \x1b[2J\x1b]0;x\x07é is unknown"))
+    assert status_of(run, ["--config", str(config_file)]) == 2
+    assert capsys.readouterr().err == "error: tools: [2J]0;xé is unknown\n"

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from calibadv_jax.config import Config, SftPhase, dump_config
-from calibadv_jax.config.kept import refuse_other_run
+from calibadv_jax.config.kept import COLD_START, refuse_other_run
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
@@ -48,7 +48,6 @@ from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_leng
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import cold_start_identity
-from calibadv_jax.run.folder import COLD_START
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
 from calibadv_jax.run.tracking import COLD_START_KIND, describe_run
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step

@@ -18,6 +18,9 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json, write_json, write_text
 
 FOLDER = "configs"
+COLD_START = "sft.yaml"  # File in the run's folder: the config of the cold start.
+# Files and folders by which the folder of a run is known.
+RUN_FILES = ("sft", "sft_metrics", "checkpoints", "metrics.jsonl", "rollouts", "policy", "snapshots")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,25 @@ def run_that_kept(path: Path) -> Path | None:
     return None
 
 
+def folder_of_kept(path: Path) -> Path | None:
+    """Return the folder of the run that has kept a config, by its path; None for other files.
+
+    Unlike `run_that_kept`, which decides how paths are read, it does not insist on hashes beside the file:
+    whoever gives a run away may have left them out.
+    """
+    path = path.absolute()
+    if path.parent.name == FOLDER and path.stem.isdigit():
+        folder = path.parent.parent
+        has_hashes = path.with_suffix(".json").is_file()
+    elif path.name == COLD_START:
+        folder = path.parent
+        has_hashes = False
+    else:
+        return None
+    is_run = has_hashes or any((folder / name).exists() for name in RUN_FILES)
+    return folder if is_run else None
+
+
 def rebase_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the nested values of a kept config with its paths inside the present folder of the run.
 
@@ -207,7 +229,7 @@ def refuse_other_run(path: Path, key: str, run: Path) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    if (folder / "sft.yaml").is_file():
+    if (folder / COLD_START).is_file():
         return True
     return any(run_that_kept(path) is not None for path in folder.glob("configs/*.yaml"))
 

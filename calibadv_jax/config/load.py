@@ -24,11 +24,18 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from calibadv_jax.config.kept import follow_run, map_texts, rebase_paths, run_that_kept
+from calibadv_jax.config.kept import (
+    folder_of_kept,
+    follow_run,
+    map_texts,
+    rebase_paths,
+    run_that_kept,
+)
 from calibadv_jax.config.keys import drop_removed, keys_with_mark, refuse_unknown, rename_old_keys, type_of
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.config.shipped import find_config
+from calibadv_jax.config.trust import Deed, Trust, refuse_deeds, without_environment
 from calibadv_jax.core.errors import UserError, one_line
 from calibadv_jax.core.secrets import redact, remember
 
@@ -58,7 +65,10 @@ class Source(NamedTuple):
 
 
 def load_config(
-    paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), with_inputs: bool = False
+    paths: str | Path | Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    with_inputs: bool = False,
+    trust: Trust | None = None,
 ) -> Config:
     """Read a config from YAML files, each over the file before it, and from overrides.
 
@@ -74,31 +84,60 @@ def load_config(
         paths: A file or several, or names of shipped configs.
         overrides: Overrides ``key.path=value``; later ones win.
         with_inputs: Whether inputs follow an overridden run.dir too; see `follow_run`.
+        trust: What the command may do with a file that a run has kept, and with the files that it builds
+            upon; None: nothing that docs/security.md lists.
 
     Raises:
-        UserError: A file is missing or not YAML, a key is unknown, or a value cannot work.
+        UserError: A file is missing or not YAML, a key is unknown, a value cannot work, or the config of a
+            run would do what `trust` does not cover.
     """
     names = [paths] if isinstance(paths, str | Path) else paths
     files: list[tuple[str, DictConfig]] = []
+    trust = trust or Trust()
+    folders = dict(trust.folders)
     for name in names:
-        files += _read(find_config(Path(name)), ())
-    return _merge(files, overrides, with_inputs)
+        files_of_name = list(_read(find_config(Path(name)), ()))
+        files += files_of_name
+        folders |= _folders_of_kept(files_of_name)
+    return _merge(files, overrides, with_inputs, dataclasses.replace(trust, folders=folders))
 
 
-def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> Config:
+def _folders_of_kept(files: Sequence[tuple[str, DictConfig]]) -> dict[str, Path]:
+    """Return the folder of the run that has kept a file, or a file that builds upon it, by the file's name.
+
+    Args:
+        files: Names and values of files, each of which builds upon those before it.
+    """
+    folders = {}
+    folder = None
+    for name, _ in reversed(files):
+        folder = folder_of_kept(Path(name)) or folder
+        if folder is not None:
+            folders[name] = folder
+    return folders
+
+
+def parse_config(text: str, name: str, overrides: Sequence[str] = (), trust: Trust | None = None) -> Config:
     """Return the config in a text that a run has kept; keys of earlier versions get their present names.
 
     Args:
         text: YAML or JSON of a config.
-        name: Name of the file that holds the text, for messages.
+        name: Name of the file that holds the text, for messages. It lies in a folder of the run's folder.
         overrides: Overrides ``key.path=value``; see `load_config`.
+        trust: As for `load_config`.
 
     Raises:
-        UserError: The text is not YAML, a key is unknown, or a value cannot work.
+        UserError: As `load_config`.
     """
+    folders = {name: Path(name).absolute().parent.parent}
     with _errors_of(name):
         loaded = _checked(OmegaConf.create(text), name, is_kept=True)
-    return _merge([(name, loaded)], overrides)
+    return _merge(
+        [(name, loaded)],
+        overrides,
+        with_inputs=False,
+        trust=dataclasses.replace(trust or Trust(), folders=folders),
+    )
 
 
 def dump_config(config: Config) -> str:
@@ -137,9 +176,10 @@ def with_references(values: Any) -> Any:
 
 
 def _merge(
-    files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str], with_inputs: bool = False
+    files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str], with_inputs: bool, trust: Trust
 ) -> Config:
     """Merge named files, each over the file before it, and overrides over all files."""
+    files, references = _without_environment(files, trust)
     merged, sources = _resolve(files, overrides)
     run_dir = str(merged["run"]["dir"])
     run_dir_setter = _last_setter("run.dir", sources)
@@ -156,7 +196,54 @@ def _merge(
     if moved:
         merged, sources = _resolve(followed, overrides)
         _check_mirror(merged["run"], moved, sources)
-    return _validate(merged, sources)
+
+    def setters(key: str) -> set[str]:
+        return _last_setters(key, sources)
+
+    try:
+        config = _validate(merged, sources)
+    except UserError:
+        # A value may be wrong because its reference was taken out: name the reference first.
+        refuse_deeds(trust, None, references, setters)
+        raise
+    refuse_deeds(trust, config, references, setters)
+    return config
+
+
+def _without_environment(
+    files: Sequence[tuple[str, DictConfig]], trust: Trust
+) -> tuple[list[tuple[str, DictConfig]], list[Deed]]:
+    """Take the references to the environment from the files of runs that the user has not trusted.
+
+    Returns:
+        The files; and what they would have read.
+    """
+    literal_files = []
+    references: list[Deed] = []
+    for name, loaded in files:
+        values = loaded
+        if trust.is_asked_about(name):
+            literal, deeds = without_environment(OmegaConf.to_container(loaded))
+            values = OmegaConf.create(literal)
+            references += deeds
+        literal_files.append((name, values))
+    return literal_files, references
+
+
+def _last_setters(key: str, sources: Sequence[Source]) -> set[str]:
+    """Return the names of the sources that set a key last, or the keys inside it; none for a default.
+
+    A file sets a list as a whole: of an element that no override sets, the list counts.
+    """
+    names = {_last_setter(key, sources)}
+    list_key = re.split(r"\.\d+\b", key, maxsplit=1)[0]
+    if names == {""}:
+        names = {_last_setter(list_key, sources)}
+    for source in sources:
+        for inner_key in source.keys:
+            if inner_key.startswith(f"{key}."):
+                names.add(_last_setter(inner_key, sources))
+    return names - {""}
 
 
 def _last_setter(key: str, sources: Sequence[Source]) -> str:
@@ -219,6 +306,10 @@ def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig
         raise UserError(f"{path}: builds upon itself ({BASE} of {above[-1]}); correct one of the two")
     with _errors_of(str(path)):
         loaded = OmegaConf.load(path)
+        if folder_of_kept(path) and OmegaConf.is_dict(loaded) and OmegaConf.is_interpolation(loaded, BASE):
+            raise UserError(
+                f"{path}: {BASE} of a config in a run's folder must be the name of a file, without ${{…}}"
+            )
         base = loaded.pop(BASE, "") if isinstance(loaded, DictConfig) else ""
         if not isinstance(base, str):
             raise UserError(f"{path}: {BASE} is {base!r}, but must be the name of one config file")

@@ -82,6 +82,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     for leftover in _leftovers(path, PARTIAL):
         leftover.unlink(missing_ok=True)
     partial = _own_name(path, PARTIAL)
+    # A link of this name, in a folder from somebody else, would be followed.
+    partial.unlink(missing_ok=True)
     try:
         with wrap_disk_errors(path):
             yield partial

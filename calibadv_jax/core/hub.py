@@ -29,8 +29,9 @@ from pydantic import TypeAdapter
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, one_line
 from calibadv_jax.core.files import write_json
+from calibadv_jax.core.hub_names import DATASETS as DATASETS
+from calibadv_jax.core.hub_names import is_repository as is_repository
 
-DATASETS = "hf://datasets/"
 # File of a run's folder that holds the commits which the run uses.
 PINS_FILE = "hub.json"
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
@@ -55,7 +56,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DATASET_ADDRESS = re.compile(rf"{DATASETS}([^/]+/[^/@]+)(?:@([^/]*))?(?:/(.*))?")
 
@@ -129,13 +129,6 @@ def write_pins(folder: Path, pins: Iterable[Pin]) -> None:
         merged[pin.repository, pin.revision] = pin
     if merged:
         write_json(folder / PINS_FILE, [asdict(pin) for pin in merged.values()])
-
-
-def is_repository(name: str) -> bool:
-    """Return whether a name is ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, and neither it nor OWNER a path."""
-    owner = name.split("/")[0]
-    is_path = Path(name).exists() or Path(owner).exists()
-    return _REPOSITORY.fullmatch(name) is not None and not is_path
 
 
 def resolve(repository: str, revision: str) -> Pin:

@@ -116,7 +116,8 @@ def _take(path: Path, setting: str, warn: Callable[[str], None]) -> int:
 def _open(path: Path, setting: str) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        # The lock file is signed: a link in its place, in a folder from somebody else, is not followed.
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         reason = f"{one_line(error)}: {error.filename}"
         raise UserError(f"{setting} cannot be written ({reason}); choose another folder") from error

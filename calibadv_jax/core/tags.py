@@ -99,6 +99,9 @@ NOTHING_FOUND = "No results found."
 
 # Unicode categories of control, format and surrogate characters.
 _CONTROL_CATEGORIES = ("Cc", "Cf", "Cs")
+# What could move the cursor, or hide or reorder what a terminal shows: control characters but tabs and ends
+# of lines, and those that turn the direction of text.
+_TERMINAL_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 # An escape in JSON: a pair of surrogates, a lone surrogate (group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _OPENS_THINK = re.compile(r"<(think)>")
@@ -303,6 +306,11 @@ def well_formed_json(body: bytes) -> bytes:
 
 def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
     return rb"\ufffd" if escape[1] else escape[0]
+
+
+def without_controls(text: str) -> str:
+    """Return a text of any number of lines without what a terminal would obey instead of showing it."""
+    return _TERMINAL_CONTROLS.sub("", text)
 
 
 def to_printable_line(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple, TextIO
 from rich.console import Console as RichConsole
 
 from calibadv_jax.core.secrets import redact
+from calibadv_jax.core.tags import without_controls
 
 QUIET_SECONDS = 60.0  # between two lines of progress where lines are not rewritten, as in a file
 REWRITTEN_SECONDS = 1.0  # between two versions of a line that is rewritten
@@ -159,13 +160,14 @@ class Console:
         if not self._silent:
             with self._lock:
                 self._rewrite("")
-                self._rich.print(redact(text), style=style, markup=False, highlight=False, soft_wrap=True)
+                shown = without_controls(redact(text))
+                self._rich.print(shown, style=style, markup=False, highlight=False, soft_wrap=True)
                 self._written_at = time.monotonic()
 
     def say(self, text: str) -> None:
         """Write a result to standard output, always."""
         if not self._silent:
-            sys.stdout.write(f"{redact(text)}\n")
+            sys.stdout.write(f"{without_controls(redact(text))}\n")
             sys.stdout.flush()
 
     @contextmanager
@@ -260,7 +262,7 @@ class Console:
             block_left = f"{duration((total - done) * (now - block.started_at) / done)} left"
         start = f"step {step}/{total_steps}{run_left}: " if total_steps else ""
         columns = [start + block.label + count, detail, duration(now - block.started_at), block_left]
-        return redact(", ".join(column for column in columns if column))
+        return without_controls(redact(", ".join(column for column in columns if column)))
 
     def _rewrite(self, text: str) -> None:
         """Replace the line that is rewritten; "" removes it."""

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from calibadv_jax.config import Config, dump_config, known_keys
-from calibadv_jax.config.kept import KeptStart, add_start, newest_start, read_config, rebase_paths
+from calibadv_jax.config.kept import (
+    COLD_START,
+    KeptStart,
+    add_start,
+    newest_start,
+    read_config,
+    rebase_paths,
+)
 from calibadv_jax.config.keys import is_among
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.core import hub
@@ -49,7 +56,6 @@ if TYPE_CHECKING:
 
 SERVICE = "retriever.content"  # Name of the index, which `check_service` compares when the service answers.
 SERVICE_FILE = "retriever.json"  # File in the run's folder: how the retrieval service described its index.
-COLD_START = "sft.yaml"  # File in the run's folder: the config of the cold start.
 MAX_CELL = 40  # Characters of a value in the table of changes.
 
 

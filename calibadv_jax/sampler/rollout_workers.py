@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,8 @@ from calibadv_jax.sampler.vllm_command import require_vllm
 from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import BadReply, HttpReply, Unreachable, Warn, request, wait_for_any
 
+# A module or a class that an argument names.
+_MODULE = re.compile(r"[A-Za-z_]\w*[.:][A-Za-z_]")
 ASK_SECONDS = 30.0  # seconds that a worker may take to answer a question about its state
 
 
@@ -52,7 +55,11 @@ class VllmWorkerProcess(ChildService):
         environment = {}
         if devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
-        super().__init__(name, command, log_path, start_timeout, "sampler.start_timeout", environment)
+        # Such as vLLM's --logits-processors.
+        has_own_modules = any(_MODULE.search(argument) for argument in arguments)
+        super().__init__(
+            name, command, log_path, start_timeout, "sampler.start_timeout", environment, has_own_modules
+        )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from calibadv_jax.core.errors import INPUT_STATUS, EnvironmentFailure, UserError
+from calibadv_jax.core.modules_path import safe_path
 
 STOP_SECONDS = 20.0  # between SIGTERM to a child and SIGKILL
 POLL_SECONDS = 0.05  # between two checks whether a child is ready
@@ -45,6 +46,8 @@ class ChildService:
         start_timeout: Seconds until the service must be ready.
         timeout_key: Config key of `start_timeout`, for messages.
         environment: Environment variables that differ from those of this process.
+        has_own_modules: Whether the user named modules that the child imports, which may lie in the current
+            folder. Other children do not look for modules there.
         key_of: By option of the command, the config key that sets it, for messages.
         url: Address of the service once it is ready.
         process: The child once it is started.
@@ -56,6 +59,7 @@ class ChildService:
     start_timeout: float
     timeout_key: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    has_own_modules: bool = False
     key_of: Mapping[str, str] = field(default_factory=dict)
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -88,13 +92,14 @@ class ChildService:
         arguments = ["--port", str(port), "--port_file", str(self._port_file)]
         arguments += ["--parent_pid", str(os.getpid())]
         rotate_log(self.log_path)
+        path = {} if self.has_own_modules else safe_path()
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.process = subprocess.Popen(
                 [*self.command, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **UNBUFFERED_OUTPUT, **self.environment},
+                env={**os.environ, **UNBUFFERED_OUTPUT, **path, **self.environment},
             )
 
     def wait(self) -> None:

@@ -39,6 +39,7 @@ class RetrieverProcess(ChildService):
         options = {
             "corpus_path": config.corpus,
             "retriever_name": config.encoder,
+            "kind": config.kind,
             "index_path": config.index or f"{config.corpus}.index",
             "retrieval_topk": config.topk,
             "threads": config.threads,

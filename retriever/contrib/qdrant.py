@@ -27,6 +27,7 @@ from retriever.indexes.embeddings import Embeddings
 from retriever.indexes.progress import progress_bar
 from retriever.indexes.ranking import search_in_corpus_order
 from retriever.interfaces import CorpusRow, Hits, Vectors
+from retriever.opening import QDRANT_KEY
 
 # Seconds for a server to answer.
 TIMEOUT = 60
@@ -334,7 +335,7 @@ def connect(folder: Path, url: str) -> Any:
     """
     if "://" in url:
         with explained_proxies():
-            return QdrantClient(url=url, api_key=os.environ.get("QDRANT_API_KEY"), timeout=TIMEOUT)
+            return QdrantClient(url=url, api_key=os.environ.get(QDRANT_KEY), timeout=TIMEOUT)
     folder = Path(url) if url else folder
     try:
         return QdrantClient(path=str(folder))

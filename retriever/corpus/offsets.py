@@ -117,10 +117,17 @@ def find_duplicate(id_hashes: np.ndarray, id_at: Callable[[int], str]) -> tuple[
     return None
 
 
-def cache_file(corpus: Path) -> Path:
-    """Return the file of offsets: beside the corpus, or in the user's cache folder if that is read-only."""
+def cache_file(corpus: Path, is_beside: bool = True) -> Path:
+    """Return the file of offsets.
+
+    Args:
+        corpus: The file of the corpus.
+        is_beside: Whether the file is to lie beside the corpus, unless that folder is read-only. Otherwise it
+            lies in the user's cache folder.
+    """
     beside = corpus.with_name(corpus.name + ".offsets")
-    if beside.is_file() or os.access(corpus.parent, os.W_OK):
+    is_writable = beside.is_file() or os.access(corpus.parent, os.W_OK)
+    if is_beside and is_writable:
         return beside
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path_hash = hashlib.sha256(str(corpus.resolve()).encode()).hexdigest()[:16]
@@ -136,7 +143,14 @@ def load_offsets(corpus: Path) -> Offsets | None:
     Returns:
         The offsets; None if there are none, they are damaged, or the corpus has changed since.
     """
-    path = cache_file(corpus)
+    beside = _read_offsets(cache_file(corpus), corpus)
+    if beside is not None:
+        return beside
+    return _read_offsets(cache_file(corpus, is_beside=False), corpus)
+
+
+def _read_offsets(path: Path, corpus: Path) -> Offsets | None:
+    """Return the offsets of a corpus in a file, as `load_offsets` says."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -159,17 +173,18 @@ def load_offsets(corpus: Path) -> Offsets | None:
     return Offsets(starts, state["sha256"])
 
 
-def save_offsets(corpus: Path, offsets: Offsets) -> None:
+def save_offsets(corpus: Path, offsets: Offsets, is_beside: bool = True) -> None:
     """Write the file of offsets.
 
     Args:
         corpus: The file of the corpus, as it is when its offsets are loaded again.
         offsets: The offsets of its rows.
+        is_beside: As for `cache_file`.
 
     Raises:
         RetrieverError: Neither place can be written.
     """
-    path = cache_file(corpus)
+    path = cache_file(corpus, is_beside)
     state = _identity(corpus)
     state["documents"] = len(offsets.starts) - 1
     state["sha256"] = offsets.sha256

@@ -71,7 +71,7 @@ def split_contents(contents: str) -> tuple[str, str]:
     return title.strip().removeprefix('"').removesuffix('"'), text
 
 
-def load_corpus(path: Path, progress: bool = True) -> Corpus:
+def load_corpus(path: Path, progress: bool = True, is_read_only: bool = False) -> Corpus:
     """Map a ``.jsonl`` into memory, or read a small packed one or a file of another layout.
 
     Every row is checked the first time; the offsets of a large file are then kept in a file beside it.
@@ -79,6 +79,7 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
     Args:
         path: The file.
         progress: Show a progress bar on a terminal.
+        is_read_only: Write nothing beside the file: the offsets are kept in the user's cache folder.
 
     Returns:
         The rows of the file.
@@ -103,7 +104,7 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
     if offsets is None:
         offsets = scan(_lines(path, size, progress), text, path)
         if is_cached:
-            save_offsets(path, offsets)
+            save_offsets(path, offsets, is_beside=not is_read_only)
     return Corpus(path, text, offsets)
 
 

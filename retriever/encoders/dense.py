@@ -197,6 +197,25 @@ def _load(model: str, name: str) -> Any:
     return loaded
 
 
+def is_here(model: str) -> bool:
+    """Return whether a model can be used without choosing a new one to download.
+
+    Args:
+        model: Folder or hub name of a model.
+
+    Returns:
+        True for a folder, a model in the hub's cache, and the usual model of an encoder.
+    """
+    usual_models = [recipe.model for recipe in RECIPES.values()]
+    if Path(model).is_dir() or model in usual_models:
+        return True
+    hub = require("huggingface_hub", INSTALL)
+    try:
+        return isinstance(hub.try_to_load_from_cache(model, "config.json"), str)
+    except ValueError:  # no name of a repository
+        return False
+
+
 def _hub_answers(model: str) -> bool:
     """Return whether the hub answers; if not, raise RetrieverError unless the model is in its cache."""
     hub = require("huggingface_hub", INSTALL)

@@ -136,21 +136,39 @@ def read_index(faiss: Any, path: Path, mmap: bool) -> Any:
     Raises:
         RetrieverError: It is too large for the memory, FAISS cannot read it, or its ids are not row numbers.
     """
-    flag = 0
+    # A file may say that its inverted lists are in another one, at any path, which FAISS would open for
+    # writing: a file of that name beside it is read instead.
+    flag = faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR
     if mmap:
         # Inverted lists have one flag, and vectors, codes and links another. IxPT, a transform, stands before
         # inverted lists.
         kind = read_header(path).kind
         has_lists = kind[:2] == b"Iw" or kind == b"IxPT"
-        flag = faiss.IO_FLAG_MMAP if has_lists else faiss.IO_FLAG_MMAP_IFC
+        flag |= faiss.IO_FLAG_MMAP if has_lists else faiss.IO_FLAG_MMAP_IFC
     else:
         require_memory(path.stat().st_size, str(path), SMALLER_INDEXES)
     try:
         index = faiss.read_index(str(path), flag)
     except RuntimeError as error:
         raise RetrieverError(f"{path}: FAISS cannot read it ({faiss_reason(error)}); {REBUILD}") from error
+    if mmap:
+        _refuse_other_file(faiss, index, path)
     _check_ids(faiss, index, path)
     return index
+
+
+def _refuse_other_file(faiss: Any, index: Any, path: Path) -> None:
+    """Refuse inverted lists in another file, which FAISS does not map with IO_FLAG_MMAP, and then crashes."""
+    try:
+        lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
+    except RuntimeError:  # it has no inverted lists
+        return
+    file = getattr(lists, "filename", "")
+    if file and Path(file) != path:
+        raise RetrieverError(
+            f"{path}: its inverted lists are in another file, {Path(file).name}, which FAISS maps without"
+            " --mmap; leave the option out"
+        )
 
 
 def _check_ids(faiss: Any, index: Any, path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from retriever.backends import LEXICAL, IndexOptions, find_kind
 from retriever.corpus.passages import Corpus
+from retriever.encoders.dense import is_here
 from retriever.encoders.hashed import HashedEncoder
 from retriever.encoders.registry import check_dimension, check_vector, load_encoder, make_encoder
 from retriever.encoders.tokenizer import tokenize, words_version
@@ -129,6 +130,7 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) 
     if path.is_file():
         return _open_file(path, corpus, options)
     manifest = read_manifest(path)
+    refuse_deeds(path, manifest, options)
     _check_source(path, manifest, corpus, options)
     options.check(manifest["kind"])
     kind = options.engine or manifest["kind"]
@@ -154,6 +156,38 @@ def open_index(path: Path, corpus: Corpus, options: IndexOptions | None = None) 
     _check_count(path, vectors.documents, corpus)
     check_dimension(path, vectors.dimension, encoder)
     return Index(corpus, DenseRanker(encoder, vectors), manifest)
+
+
+def refuse_deeds(folder: Path, manifest: dict[str, Any], options: IndexOptions) -> None:
+    """Refuse an index that does more than holding data, unless the user named its kind and its model.
+
+    Args:
+        folder: The folder of the index.
+        manifest: Its manifest.
+        options: How to open it.
+
+    Raises:
+        RetrieverError: Opening it runs code, or contacts an address; or it has another kind than the options
+            say.
+    """
+    kind = manifest["kind"]
+    if options.kind and options.kind != kind:
+        raise RetrieverError(
+            f"--kind {options.kind}: {folder} was built with {kind}; leave the option out, or choose another"
+            " --index_path"
+        )
+    deeds = find_kind(kind).deeds(folder, manifest)
+    if deeds and not options.kind:
+        raise RetrieverError(
+            f"{folder}: opening this index would {' and '.join(deeds)}; if you trust whoever made it, add"
+            f" --kind {kind!r} (in the config of a run: retriever.kind)"
+        )
+    model = str(manifest.get("model", ""))
+    if model and not options.retriever_model and not is_here(model):
+        raise RetrieverError(
+            f"{folder}: opening this index would download the model {model!r}; if you want it, add"
+            f" --retriever_model {model!r} (in the config of a run: retriever.model)"
+        )
 
 
 def _open_file(path: Path, corpus: Corpus, options: IndexOptions) -> Index:

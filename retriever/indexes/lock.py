@@ -11,6 +11,10 @@ from pathlib import Path
 from retriever.errors import RetrieverError
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 class Locked(RetrieverError):
     """Another process holds the lock of a folder.
 
@@ -53,7 +57,8 @@ def locked(folder: Path) -> Iterator[None]:
     path = _lock_path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with path.open("a") as file:
+        # A link in the place of the lock is not followed.
+        with open(path, "a", opener=_open_no_link) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

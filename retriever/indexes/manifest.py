@@ -45,6 +45,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise RetrieverError(f"{path}: damaged ({error}); {REBUILD}") from error
     if not (is_complete and is_known):
         raise RetrieverError(f"{path}: not a manifest of this version; {REBUILD}")
+    for name in manifest["checksums"]:
+        parts = Path(name).parts
+        if Path(name).is_absolute() or ".." in parts:
+            raise RetrieverError(f"{path}: names the file {name}, which is not in its folder; {REBUILD}")
     return manifest
 
 

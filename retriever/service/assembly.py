@@ -120,18 +120,19 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
     """
     path = arguments.index_path
     report(f"reading the corpus {arguments.corpus_path}")
-    corpus = load_corpus(arguments.corpus_path)
-    if arguments.build_if_missing and not _has_index(path):
+    has_index = _has_index(path)
+    is_building = arguments.build_if_missing and not has_index
+    corpus = load_corpus(arguments.corpus_path, is_read_only=not is_building)
+    if is_building:
         _build_missing(corpus, arguments, report)
     elif arguments.build_if_missing and path.is_dir():
         manifest = read_manifest(path)
-        for name in ("kind", "factory"):
-            value = getattr(arguments, name)
-            if value is not None and value != manifest[name]:
-                raise RetrieverError(
-                    f"--{name} {value}: {path} was built with {manifest[name]}; leave the option out, or"
-                    " choose another --index_path"
-                )
+        factory = arguments.factory
+        if factory is not None and factory != manifest["factory"]:
+            raise RetrieverError(
+                f"--factory {factory}: {path} was built with {manifest['factory']}; leave the option out, or"
+                " choose another --index_path"
+            )
     report(f"loading the index {path} over {len(corpus):,} passages")
     return open_index(path, corpus, index_options(arguments))
 

@@ -19,11 +19,13 @@ from calibadv_jax.config import (
     parse_config,
 )
 from calibadv_jax.config.kept import add_start, newest_start, refuse_other_run, start_files
+from calibadv_jax.config.trust import Trust
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.contrib.report.runs import read_runs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.model import find_policy
 
+TRUSTED = Trust(is_given=True)
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE = dump_config(Config())
 IDENTITY = {"data.content": "a", "policy.config": "b", "policy.vocabulary": "c"}
@@ -128,7 +130,7 @@ def test_outputs_follow_an_overridden_run_dir(kept_config):
 def test_quickstart_makes_its_own_inputs(kept_config, capsys):
     with pytest.raises(SystemExit):
         cli.calibadv(["quickstart", "--config", str(kept_config), "run.dir=new", "--dry-run"])
-    config = parse_config(capsys.readouterr().out, "printed")
+    config = parse_config(capsys.readouterr().out, "printed", trust=TRUSTED)
     assert config.policy.path == "new/sft" and config.policy.tokenizer == "new/world/tokenizer"
     assert config.retriever.corpus == "new/world/corpus.jsonl"
 
@@ -136,9 +138,9 @@ def test_quickstart_makes_its_own_inputs(kept_config, capsys):
 def test_mirror_of_another_run_is_refused(kept_config):
     text = kept_config.read_text()
     kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/old"))
-    assert load_config(kept_config, ["run.dir=new"]).run.mirror == "s3://bucket/new"
+    assert load_config(kept_config, ["run.dir=new"], trust=TRUSTED).run.mirror == "s3://bucket/new"
     kept_config.write_text(text.replace("mirror: ''", "mirror: s3://bucket/mine"))
-    assert load_config(kept_config).run.mirror == "s3://bucket/mine"
+    assert load_config(kept_config, trust=TRUSTED).run.mirror == "s3://bucket/mine"
     assert load_config(kept_config, ["run.dir=new", "run.mirror="]).run.mirror == ""
     Path("own.yaml").write_text("run: {dir: old, mirror: 's3://bucket/mine'}")  # kept by no run
     assert load_config("own.yaml", ["run.dir=new"]).run.mirror == "s3://bucket/mine"

@@ -10,11 +10,13 @@ from calibadv_jax import cli
 from calibadv_jax.config import Config, dump_config, load_config, parse_config
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.config.load import kept_values
+from calibadv_jax.config.trust import Trust
 from calibadv_jax.core import secrets
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.metrics.console import Console
 
+TRUSTED = Trust(is_given=True)
 COMMAND = "srv --key ${oc.env:MY_KEY}"
 TEXT = f"""
 run: {{dir: "${{oc.env:MY_SCRATCH}}/run"}}
@@ -49,13 +51,13 @@ def test_kept_config_has_references_and_resolves_equally(file, tmp_path, monkeyp
     assert values["tools"][1]["mcp"]["command"] == COMMAND
     assert values["export"]["output"] == "${oc.env:MY_SCRATCH}/run/hf"  # by way of run.dir
     assert values["data"]["train"] == ["${oc.env:MY_SCRATCH}/a.jsonl", "${oc.env:MY_OTHER,b.jsonl}"]
-    assert parse_config(kept, "kept") == config
-    assert parse_config(json.dumps(kept_values(config)), "kept") == config
+    assert parse_config(kept, "kept", trust=TRUSTED) == config
+    assert parse_config(json.dumps(kept_values(config)), "kept", trust=TRUSTED) == config
     monkeypatch.setenv("MY_KEY", "another")
-    assert parse_config(kept, "kept").tools[1].mcp.command == "srv --key another"
+    assert parse_config(kept, "kept", trust=TRUSTED).tools[1].mcp.command == "srv --key another"
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(UserError, match=r"^kept: .*'MY_KEY' not found"):
-        parse_config(kept, "kept")
+        parse_config(kept, "kept", trust=TRUSTED)
 
 
 def test_changed_values_are_kept_as_they_are(file):
@@ -69,9 +71,9 @@ def test_changed_values_are_kept_as_they_are(file):
 def test_run_started_from_the_kept_config_follows_it(file, tmp_path):
     run = tmp_path / "run"
     add_start(run, dump_config(load_config(file)), {})
-    again = load_config(run / "configs/0.yaml")
+    again = load_config(run / "configs/0.yaml", trust=TRUSTED)
     assert again == load_config(file)
-    other = load_config(run / "configs/0.yaml", ["run.dir=new"])
+    other = load_config(run / "configs/0.yaml", ["run.dir=new"], trust=TRUSTED)
     assert other.export.output == "new/hf" and other.tools == again.tools
 
 

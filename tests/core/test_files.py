@@ -179,3 +179,15 @@ def test_full_disk_names_the_file_and_other_errors_stay(tmp_path, write):
         with pytest.raises(type(error)) as caught, write(path):
             raise error
         assert caught.value is error
+
+
+def test_links_in_a_folder_are_replaced_and_not_followed(tmp_path):
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    (tmp_path / "page.html").symlink_to(notes)
+    (tmp_path / f".page.html.{socket.gethostname()}.{os.getpid()}.partial").symlink_to(notes)
+    with atomic_write(tmp_path / "page.html") as partial:
+        assert not partial.is_symlink()
+        partial.write_text("new")
+    assert notes.read_text() == "mine" and (tmp_path / "page.html").read_text() == "new"
+    assert not (tmp_path / "page.html").is_symlink()

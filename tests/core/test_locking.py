@@ -173,3 +173,13 @@ def test_second_start_changes_nothing(tmp_path, holder, command):
     with pytest.raises(UserError, match=f"is in use by process {holder[0].pid} "):
         command.run(config)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_link_in_the_place_of_a_lock_is_not_followed(tmp_path):
+    """A folder from somebody else may hold one; the owner would be written into the file that it names."""
+    notes = tmp_path / "notes"
+    notes.write_text("mine")
+    (tmp_path / ".report.html.lock").symlink_to(notes)
+    with pytest.raises(UserError, match=r"^--output=.*report.html cannot be written .*report.html.lock"):
+        locked_output(tmp_path / "report.html", "--output", silent).__enter__()
+    assert notes.read_text() == "mine"

@@ -196,3 +196,14 @@ def test_table_aligns_cells_and_checks_rows():
     assert table([], ["a", "bb"]) == "a  bb\n-  --"
     with pytest.raises(ValueError):
         table([["a"]], ["a", "b"])
+
+
+def test_controls_of_a_terminal_are_not_written(capsys):
+    """Names in a run of somebody else may hold escape sequences."""
+    hostile = "a\x1b]0;title\x07b\x9b2Jc\u202ed\ne\rf"
+    stream = io.StringIO()
+    Console(stream=stream).say(hostile)
+    Console(stream=stream).warn(hostile)
+    shown = "a]0;titleb2Jcd\nef\n"
+    assert capsys.readouterr().out == shown
+    assert stream.getvalue() == f"warning: {shown}"

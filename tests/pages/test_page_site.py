@@ -141,6 +141,16 @@ def test_cut_observation_shows_documents_that_are_in_it():
     assert observation_parts("") == []
 
 
+@pytest.mark.parametrize(
+    ("num_documents", "places"), [(0, [None]), (1, [None, 0, None]), (2, [None, 0, 1, None])]
+)
+def test_observation_with_more_headers_than_documents_names_no_missing_document(num_documents, places):
+    text = '\n\n<information>Doc 1(Title: "a") x\nDoc 2(Title: "b") y</information>\n\n'
+    parts = observation_parts(text, num_documents)
+    assert [part["document"] for part in parts] == places
+    assert "".join(part["text"] for part in parts) == text
+
+
 def test_index_is_sent_once_for_each_new_step(tmp_path, small_run, served):
     """From before the first step on; the answer without a body has the headers that guard the page."""
     folder = tmp_path / "run"

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from report_rig import HASHES, keep_step, learning_curve, make_run, quickstart_config
 
-from calibadv_jax.contrib.report.runs import compare, flatten, group_runs, read_evaluations, read_runs
+from calibadv_jax.contrib.report.runs import (
+    compare,
+    evaluation_files,
+    flatten,
+    group_runs,
+    read_evaluations,
+    read_runs,
+)
 from calibadv_jax.core.errors import UserError
 
 GRPO, MANY = "advantage.name=grpo", ["learner.steps=7", "rollout.group_size=4", "rollout.max_searches=2"]
@@ -185,7 +192,7 @@ def test_evaluations_are_read_in_order(tmp_path):
         ("evaluation_notes", {"seconds": 3}),
     ):
         write(tmp_path, f"{name}.json", content)
-    rows = read_evaluations(tmp_path, str(tmp_path / "absent/x.json"))
+    rows = read_evaluations(evaluation_files(tmp_path, str(tmp_path / "absent/x.json")))
     titles = ["evaluation before", "evaluation after", "evaluation (rag)"]
     assert [row.title for row in rows] == [title for title in titles for _ in range(2)]
     assert [row.questions for row in rows] == ["temperature 0, all", "temperature 0, nq"] * 3
@@ -194,7 +201,7 @@ def test_evaluations_are_read_in_order(tmp_path):
     assert rows[1].cells == {"f1": "0.250", "trajectories": "100"}
     write(tmp_path, "evaluation_cut.json", '{"scores": {"all": {"f1"')
     with pytest.raises(UserError, match="evaluation_cut.json: not valid JSON"):
-        read_evaluations(tmp_path, None)
+        read_evaluations(evaluation_files(tmp_path, None))
 
 
 def test_evaluation_output_is_read_once(tmp_path, monkeypatch):
@@ -204,7 +211,7 @@ def test_evaluation_output_is_read_once(tmp_path, monkeypatch):
     for name, output in (("evaluation.json", "run/evaluation.json"), ("scores.json", "link/scores.json")):
         write(tmp_path / "run", name, EVALUATION)
         for folder in (Path("run"), Path("link")):
-            rows = read_evaluations(folder, output)
+            rows = read_evaluations(evaluation_files(folder, output))
             assert [row.title for row in rows if row.questions.endswith("all")] == [name.partition(".")[0]]
         (tmp_path / "run" / name).unlink()
 
@@ -217,19 +224,34 @@ def test_absolute_evaluation_output_is_read_once(tmp_path, monkeypatch, name, fo
     Path("link").symlink_to("run")
     write(tmp_path / "run", name, EVALUATION)
     for place in (Path(folder), tmp_path / folder):
-        rows = read_evaluations(place, str(tmp_path / "run" / name))
+        rows = read_evaluations(evaluation_files(place, str(tmp_path / "run" / name)))
         assert [row.questions for row in rows] == ["temperature 0, all", "temperature 0, nq"]
 
 
 def test_evaluation_output_outside_the_run_is_read(tmp_path):
     (tmp_path / "run").mkdir()
     write(tmp_path, "scores.json", EVALUATION)
-    rows = read_evaluations(tmp_path / "run", str(tmp_path / "scores.json"))
+    rows = read_evaluations(evaluation_files(tmp_path / "run", str(tmp_path / "scores.json")))
     assert [row.title for row in rows] == ["scores", "scores"]
 
 
 def test_only_counts_are_whole_numbers(tmp_path):
     means = {"trajectories": 300.0, "searches": 2.0}
     write(tmp_path, "evaluation.json", {"scores": {"0": {"all": means}}, "intervals": {}})
-    (row,) = read_evaluations(tmp_path, None)
+    (row,) = read_evaluations(evaluation_files(tmp_path, None))
     assert row.cells == {"trajectories": "300", "searches": "2.000"}
+
+
+def test_evaluation_outside_of_the_run_needs_trust(tmp_path):
+    """Its config or a link names it: a page that is published must not show a file of the reader's."""
+    run = tmp_path / "run"
+    output = tmp_path / "private.json"
+    output.write_text(json.dumps(EVALUATION))
+    linked = tmp_path / "linked.json"
+    linked.write_text(json.dumps(EVALUATION))
+    make_run(run, {"a": [1.0]}, quickstart_config(run, f"evaluate.output={output}"))
+    (run / "evaluation.json").symlink_to(linked)
+    (given,) = read_runs([run])
+    assert given.unread == [linked, output] and given.evaluations == []
+    (trusted,) = read_runs([run], is_trusted=True)
+    assert trusted.unread == [] and {row.title for row in trusted.evaluations} == {"linked", "private"}

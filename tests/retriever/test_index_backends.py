@@ -16,7 +16,7 @@ from retriever.service.assembly import load
 PACKAGE = Path(__file__).parents[2] / "retriever"
 ADDRESS = "matrix_backend:MatrixBackend"
 LAYERS = ("corpus", "encoders", "indexes", "service", "contrib")  # from the ground up
-SHARED = {"backends", "errors", "files", "interfaces"}
+SHARED = {"backends", "errors", "files", "interfaces", "opening"}
 COMMANDS = {"serve", "build_index", "prepare_corpus"}
 
 
@@ -44,7 +44,7 @@ def test_new_backend_is_searched_over_http(tmp_path, files, monkeypatch, capsys,
     assert items[0]["score"] == pytest.approx(factor * exact[0]["score"], rel=1e-5)
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     assert set(manifest["checksums"]) == {"encoder.npz", "matrix.npy"} and manifest["scale"] == factor
-    refuses(f"--mmap: has no meaning for an index of kind {kind}", search, paths, "--mmap")
+    refuses(f"--mmap: has no meaning for an index of kind {kind}", search, [*paths, "--kind", kind], "--mmap")
     paths[-1] = str(tmp_path / "another")  # the backend's own check
     assert build_index.main([*paths, "--kind", ADDRESS, "--search", "slow"]) == 2
     assert capsys.readouterr().err == "error: --search slow: fast or nothing\n"

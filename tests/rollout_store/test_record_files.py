@@ -17,6 +17,7 @@ from record_rig import INFORMATION, answer, keep, scored, search, tokens, unknow
 
 from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config, ToolConfig, load_config
+from calibadv_jax.config.trust import Trust
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, score_again
 from calibadv_jax.contrib.pages.site import tabulate
 from calibadv_jax.contrib.pages.transcript import transcript as page_transcript
@@ -63,7 +64,10 @@ def test_config_of_the_file_refers_to_the_environment(tmp_path, monkeypatch):
     keep(tmp_path, Config(tools=tools))
     path = find_step(tmp_path, 7)
     assert "hunter2" not in str(read_metadata(path)) and b"hunter2" not in path.read_bytes()
-    assert kept_config(read_step(path), path).tools == tools  # what replay reads
+    step = read_step(path)
+    assert kept_config(step, path, trust=Trust(is_given=True)).tools == tools
+    # Without trust the command line stays what the file says.
+    assert kept_config(step, path).tools[1].mcp.command == "srv --key ${oc.env:MY_KEY}"
 
 
 @pytest.mark.parametrize("opening", ["", "<think>"])

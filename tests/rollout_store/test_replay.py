@@ -376,7 +376,9 @@ def test_step_is_kept_and_replayed_under_every_estimator(tmp_path, capsys, name)
     kept = read_step(find_step(tmp_path, 7))
     for credit, before in zip(kept.credits, result.credits, strict=True):
         assert [turns.tolist() for turns in credit.before] == [turns.tolist() for turns in before.before]
-    assert status_of("replay", tmp_path, "advantage.name=calibadv", f"advantage.base={name}") == 0
+    assert (
+        status_of("replay", tmp_path, "--trust-run", "advantage.name=calibadv", f"advantage.base={name}") == 0
+    )
     assert "replayed: 12 of 12 turns have the advantage that was kept, bit for bit" in capsys.readouterr().out
 
 

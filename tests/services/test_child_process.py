@@ -126,6 +126,19 @@ def test_children_start_side_by_side(tmp_path):
         service.stop()
 
 
+@pytest.mark.parametrize("has_own_modules", [False, True])
+def test_modules_of_the_current_folder_are_only_for_those_who_name_them(
+    tmp_path, monkeypatch, has_own_modules
+):
+    (tmp_path / "planted.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    service = child(tmp_path / "log", "import planted", has_own_modules=has_own_modules)
+    expected = "ended with status 0" if has_own_modules else "No module named 'planted'"
+    with pytest.raises(EnvironmentFailure, match=expected):
+        service.__enter__()
+
+
 # A child that is ready at once, and notes its port; with the file "broken" beside it, it ends.
 RESTARTED = """
 import pathlib, sys, time

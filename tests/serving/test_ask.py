@@ -176,12 +176,15 @@ def test_commands_of_a_run_config_need_a_flag(asked, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     config_file = tmp_path / "configs" / "0.yaml"
     config_file.write_text("tools: [search, {mcp: {command: 'sh -c true'}}]\n")
-    status, error, config, *_ = asked("who?")
-    assert status == 2 and config is None and error.count("\n") == 1
-    assert "starts a program, 'sh -c true'; --start-programs allows" in error
+    own_config = tmp_path / "own.yaml"
+    own_config.write_text(config_file.read_text())
+    for words in ([], ["--config", str(config_file)]):
+        status, error, config, *_ = asked("who?", *words)
+        assert status == 2 and config is None and error.count("\n") == 1
+        assert "calibadv ask would start the program 'sh -c true' (tools)" in error
     for words, tools in (
-        (["--start-programs"], 2),
-        (["--config", str(config_file)], 2),
+        (["--trust-run"], 2),
+        (["--config", str(own_config)], 2),
         (["tools=[search]"], 1),
     ):
         status, _, config, *_ = asked("who?", *words)

@@ -32,6 +32,10 @@ class RetrieverConfig(Section):
     """Corpus of the child service: JSONL of {"id", "contents"}, or csv, tsv or parquet; also gzipped."""
     index: Annotated[str, Mark.NO_ANSWER, Mark.OUTPUT] = ""
     """Folder of the child service's index; it is built if it is missing."""
+    kind: str = ""
+    """Kind of the child service's index; empty: that of the index, or faiss for a new one. An index of a kind
+    of your own, package.module:Class, or of the kind qdrant in a folder runs code when it is opened. It is
+    opened only if its kind stands here."""
     pages: str = ""
     """Pages of the child service, which the action `access` reads: JSONL of {"url", "contents"} rows."""
     page_address: Annotated[str, Mark.LEARNED] = "{}"
@@ -67,9 +71,9 @@ class RetrieverConfig(Section):
             url: Base URL of the service, or of several with the same index.
 
         Returns:
-            A copy without `model` and `reranker`, which are only for a service that is started here.
+            A copy without `kind`, `model` and `reranker`, which are only for a service that is started here.
         """
-        return replace(self, url=url, model="", reranker="")
+        return replace(self, url=url, kind="", model="", reranker="")
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("url", self.url, "RETRIEVER_TOKEN")
@@ -87,7 +91,7 @@ class RetrieverConfig(Section):
             base = address.removesuffix(SEARCH_ROUTE)
             if base != address:
                 yield f"url is {url}, but must be the base URL: drop {SEARCH_ROUTE}, so that it is {base}"
-        for key, option in (("model", "retriever_model"), ("reranker", "reranker_model")):
+        for key, option in (("kind", "kind"), ("model", "retriever_model"), ("reranker", "reranker_model")):
             if self.url and getattr(self, key):
                 yield (
                     f"{key} is for a service that is started here, but url is {self.url}: "

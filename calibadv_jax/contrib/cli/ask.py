@@ -18,6 +18,7 @@ from pathlib import Path
 
 from calibadv_jax.config import Config, RewardConfig, RolloutConfig, load_config
 from calibadv_jax.config.kept import newest_start
+from calibadv_jax.config.trust import Trust, add_flag
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import (
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     questions = [word for word in arguments.words if word not in overrides]
     if len(questions) > 1:
         raise UserError(f"{len(questions)} questions were given; put quotes around one of several words")
-    config, source = read_policy(arguments, overrides)
+    config, source = read_policy(arguments, overrides, "ask")
     console = Console()
     console.note(f"opening {source}, the sampler and the retriever")
     ask(config, source, questions or typed_questions(), console.say)
@@ -138,11 +139,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="config with prompt, rollout, sampler and retriever; default: the config of the run",
     )
-    parser.add_argument(
-        "--start-programs",
-        action="store_true",
-        help="start the MCP servers that the run's own config names as commands; without it they are refused",
-    )
+    add_flag(parser)
     parser.add_argument(
         "--temperature",
         type=number(float, least=0, below=math.inf),
@@ -151,15 +148,18 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, PolicySource]:
+def read_policy(
+    arguments: argparse.Namespace, overrides: Sequence[str], command: str
+) -> tuple[Config, PolicySource]:
     """Return the config of the arguments, and the policy that they name, with the tokenizer beside it.
 
     Args:
         arguments: those of `add_policy_arguments`.
         overrides: "key.path=value" each; they win over the config.
+        command: name of the command, ask or serve.
 
     Raises:
-        UserError: there is no such policy or config, or the run's own config starts programs.
+        UserError: there is no such policy or config, or the run's own config would do more than ask.
     """
     if not arguments.policy.exists():
         raise UserError(f"{arguments.policy}: no such folder; give that of a run or of a HuggingFace model")
@@ -168,16 +168,13 @@ def read_policy(arguments: argparse.Namespace, overrides: Sequence[str]) -> tupl
     if has_tokenizer(source.model_folder):
         settings.append("policy.tokenizer=")  # the tokenizer in the policy's own folder
     settings.append(f"rollout.temperature={arguments.temperature}")
-    config = load_config(arguments.config or run_config(source), [*settings, *overrides])
-    programs = [tool.mcp.command for tool in config.tools if tool.mcp and tool.mcp.command]
-    # A run may come from somebody else, so the programs that its config names start only on request.
-    is_allowed = arguments.config or arguments.start_programs
-    if programs and not is_allowed:
-        raise UserError(
-            f"{source}: the run's config starts a program, {programs[0]!r}; --start-programs allows it, and"
-            " --config FILE takes a config of your own"
-        )
-    return config, source
+    folders = {}
+    path = arguments.config
+    if path is None:
+        path = run_config(source)
+        folders[str(path)] = source.model_folder.parent
+    trust = Trust(command, arguments.trust_run, folders)
+    return load_config(path, [*settings, *overrides], trust=trust), source
 
 
 def run_config(source: PolicySource) -> Path:

@@ -15,6 +15,7 @@ from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import judges_searches
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.credit import CALIBRATED
+from calibadv_jax.config.trust import Trust, add_flag
 from calibadv_jax.contrib.audit.evidence import EvidencePair, Variant, gather, pool
 from calibadv_jax.contrib.audit.measures import measure
 from calibadv_jax.contrib.audit.tables import (
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the control's permutations (default: 0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write all measures as JSON")
+    add_flag(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -81,7 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
     by_settings: dict[Path, list[Variant]] = {}
     by_estimator: dict[Path, list[Variant]] = {}
     for folder in folders:
-        audited = audit(folder, settings + estimators, arguments.seed, console)
+        trust = Trust("audit", arguments.trust_run)
+        audited = audit(folder, settings + estimators, arguments.seed, console, trust)
         by_settings[folder] = audited[: len(settings)]
         by_estimator[folder] = audited[len(settings) :]
 
@@ -189,7 +192,13 @@ def make_estimators(overrides: Sequence[str], names: str | None) -> list[Variant
     return variants
 
 
-def audit(folder: Path, variants: Sequence[Variant], seed: int, console: Console) -> list[Variant]:
+def audit(
+    folder: Path,
+    variants: Sequence[Variant],
+    seed: int,
+    console: Console,
+    trust: Trust | None = None,
+) -> list[Variant]:
     """Gather the evidence of a run's kept steps under each variant of the settings.
 
     Args:
@@ -197,6 +206,7 @@ def audit(folder: Path, variants: Sequence[Variant], seed: int, console: Console
         variants: names and overrides; the first one has no overrides. They stay unchanged.
         seed: seed of the control's permutations.
         console: shows the progress, and warns of evidence that is missing and of advantages that differ.
+        trust: as for `parse_config`.
 
     Returns:
         The variants with their evidence.
@@ -219,7 +229,7 @@ def audit(folder: Path, variants: Sequence[Variant], seed: int, console: Console
             for variant in audited:
                 key = (kept.metadata["config"], variant.overrides)
                 if key not in configs:
-                    configs[key] = kept_config(kept, path, variant.overrides)
+                    configs[key] = kept_config(kept, path, variant.overrides, trust)
                 credits = credit_again(kept, configs[key])
                 control = credit_again(kept, configs[key], seed)
                 variant.steps[step] = EvidencePair(gather(credits), gather(control))

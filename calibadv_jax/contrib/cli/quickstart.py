@@ -100,7 +100,7 @@ def _write_report(config: Config, console: Console) -> Path | None:
     if not report_command.is_installed():
         return None
     page = Path(config.run.dir) / "report.html"
-    report_command.write_report([Path(config.run.dir)], page, console)
+    report_command.write_report([Path(config.run.dir)], page, console, is_trusted=True)
     return page
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config, parse_config
+from calibadv_jax.config.trust import Trust, add_flag
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
@@ -50,6 +51,7 @@ class Replay:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `run` reads."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="folder of a run with log.rollouts")
+    add_flag(parser)
     parser.add_argument("--step", type=int, help="number of the kept step; default: the newest kept step")
     parser.add_argument(
         "overrides",
@@ -72,10 +74,11 @@ def run(arguments: argparse.Namespace) -> None:
         step = max(kept_steps(folder), default=0)
     path = find_step(folder, step)
     kept = read_step(path)
-    replayed = replay(kept, kept_config(kept, path))
+    trust = Trust("replay", arguments.trust_run)
+    replayed = replay(kept, kept_config(kept, path, trust=trust))
     columns = {"replayed": replayed.metrics}
     if arguments.overrides:
-        changed = replay(kept, kept_config(kept, path, arguments.overrides))
+        changed = replay(kept, kept_config(kept, path, arguments.overrides, trust))
         columns["changed"] = changed.metrics
 
     console = Console()
@@ -100,9 +103,21 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def kept_config(kept: KeptStep, path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config under which the step of a file was made, with some keys changed."""
-    return parse_config(kept.metadata["config"], str(path), overrides)
+def kept_config(
+    kept: KeptStep, path: Path, overrides: Sequence[str] = (), trust: Trust | None = None
+) -> Config:
+    """Return the config under which the step of a file was made, with some keys changed.
+
+    Args:
+        kept: the step.
+        path: its file.
+        overrides: "key.path=value" each.
+        trust: as for `parse_config`; None: nothing that docs/security.md lists for replay.
+
+    Raises:
+        UserError: as `parse_config`.
+    """
+    return parse_config(kept.metadata["config"], str(path), overrides, trust or Trust("replay"))
 
 
 def replay(kept: KeptStep, config: Config) -> Replay:

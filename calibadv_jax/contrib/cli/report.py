@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from calibadv_jax.config.trust import FLAG
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.cli.inspect_run import PORT
 from calibadv_jax.contrib.report.draw import draw
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--png", type=Path, metavar="FOLDER", help="also write every figure as FOLDER/NAME.png"
     )
+    parser.add_argument(
+        FLAG,
+        action="store_true",
+        help="also read evaluations outside of a run's folder, which its config or a link names",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -55,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     if output is None:
         folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()
         output = folder / "report.html"
-    gathered = write_report(arguments.runs, output, console, arguments.smooth)
+    gathered = write_report(arguments.runs, output, console, arguments.smooth, arguments.trust_run)
     console.say(str(output))
     if arguments.png is not None:
         _write_png_files(gathered, arguments.png)
@@ -67,7 +73,13 @@ def is_installed() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_report(folders: Sequence[Path], output: Path, console: Console, smooth: int = SMOOTH) -> Gathered:
+def write_report(
+    folders: Sequence[Path],
+    output: Path,
+    console: Console,
+    smooth: int = SMOOTH,
+    is_trusted: bool = False,
+) -> Gathered:
     """Write the page of some runs.
 
     Args:
@@ -75,6 +87,7 @@ def write_report(folders: Sequence[Path], output: Path, console: Console, smooth
         output: the page to write.
         console: shows the progress.
         smooth: steps that the trends are means of.
+        is_trusted: as for `read_runs`.
 
     Returns:
         The charts of the page.
@@ -82,7 +95,13 @@ def write_report(folders: Sequence[Path], output: Path, console: Console, smooth
     Raises:
         UserError: a folder is no run with metrics, or a file is damaged.
     """
-    runs = read_runs(folders)
+    runs = read_runs(folders, is_trusted)
+    for run in runs:
+        for path in run.unread:
+            console.warn(
+                f"{run.folder}: its evaluation {path} is outside of the run's folder and was not read;"
+                f" {FLAG} reads it"
+            )
     with console.phase("reading the kept trajectories", announce=True):
         gathered = Gathered(group_runs(runs), smooth)
     output.parent.mkdir(parents=True, exist_ok=True)

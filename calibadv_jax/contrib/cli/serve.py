@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
     token = read_token(arguments.token_file)
     if arguments.host not in LOOPBACK and not token:
         raise UserError(f"--host {arguments.host} is open to the network: protect it with --token-file FILE")
-    config, source = ask.read_policy(arguments, arguments.words)
+    config, source = ask.read_policy(arguments, arguments.words, "serve")
     console = Console()
     with bind(arguments.host, arguments.port) as listener, Stop():
         console.note(f"opening {source}, the sampler and the retriever")

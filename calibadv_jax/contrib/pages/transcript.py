@@ -171,7 +171,7 @@ def _turns(
                 "pieces": pieces.pieces(turn["token_ids"]),
                 "logprobs": _rounded(turn["logprobs"]),
                 "learner_logprobs": _rounded(turn["learner_logprobs"]),
-                "observation": observation_parts(turn["observation_text"]),
+                "observation": observation_parts(turn["observation_text"], len(documents)),
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
                 # Empty where the explanation of the group covers the turn.
@@ -206,8 +206,13 @@ def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
     return [round(value, 4) if math.isfinite(value) else None for value in values]
 
 
-def observation_parts(text: str) -> list[dict[str, Any]]:
+def observation_parts(text: str, num_documents: int | None = None) -> list[dict[str, Any]]:
     """Split an observation into its documents and the text around them.
+
+    Args:
+        text: the observation.
+        num_documents: documents that the turn has; None: as many as the text has headers. Further headers,
+            as in a record that somebody changed, are part of the text around them.
 
     Returns:
         The parts in order, each ``{"text", "document"}``: the index of the document that it shows, or None.
@@ -216,6 +221,10 @@ def observation_parts(text: str) -> list[dict[str, Any]]:
     (`neutraliser.Neutraliser`). An observation that was cut may lack the last documents.
     """
     before, *documents = re.split(r'(?=Doc \d+\(Title: ")', text)
+    if num_documents is not None and len(documents) > num_documents:
+        # The first part has no document, so that the rest joins the part before it.
+        shown = [before, *documents]
+        before, *documents = [*shown[:num_documents], "".join(shown[num_documents:])]
     parts: list[dict[str, Any]] = [{"text": before, "document": None}]
     for index, document in enumerate(documents):
         parts.append({"text": document, "document": index})

@@ -65,6 +65,7 @@ class Run:
     num_starts: int
     evaluations: list[EvaluationRow]
     rollouts: dict[int, Path]  # step -> file of its kept trajectories
+    unread: list[Path]  # evaluations outside of the run's folder, which were not read
 
     def values(self, metric: str) -> dict[int, float | None]:
         """Return step -> value, of the steps that logged the metric; None where it was not finite."""
@@ -75,17 +76,22 @@ class Run:
         return flatten(self.config).get(key)
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the folders, in the order given; each must be a run with metrics."""
+def read_runs(folders: Sequence[Path], is_trusted: bool = False) -> list[Run]:
+    """Read the folders, in the order given; each must be a run with metrics.
+
+    Args:
+        folders: folders of the runs.
+        is_trusted: whether to read evaluations outside of a run's folder, which its config or a link names.
+    """
     resolved = [folder.resolve() for folder in folders]
     for folder in resolved:
         if resolved.count(folder) > 1:
             raise UserError(f"{folder}: named twice; name every run once")
     common = os.path.commonpath([folder.parent for folder in resolved]) if resolved else ""
-    return [_read(folder, str(folder.relative_to(common))) for folder in resolved]
+    return [_read(folder, str(folder.relative_to(common)), is_trusted) for folder in resolved]
 
 
-def _read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str, is_trusted: bool) -> Run:
     path = folder / "metrics.jsonl"
     start = newest_start(folder)
     if not path.is_file() and start is None:
@@ -99,6 +105,9 @@ def _read(folder: Path, name: str) -> Run:
         raise UserError(f"{folder}: no metrics yet; try again when the first step has ended")
     config = start.config if start else {}
     evaluation_section = config.get("evaluate") or {}
+    paths = evaluation_files(folder, evaluation_section.get("output"))
+    # A run may come from somebody else, and the page may be published.
+    unread = [] if is_trusted else [path for path in paths if not path.is_relative_to(folder)]
     # Steps without metrics were rolled back.
     rollouts = {step: file for step, file in kept_steps(folder).items() if step in rows}
     return Run(
@@ -108,8 +117,9 @@ def _read(folder: Path, name: str) -> Run:
         config=config,
         identity=start.identity if start else {},
         num_starts=len(start_files(folder)),
-        evaluations=read_evaluations(folder, evaluation_section.get("output")),
+        evaluations=read_evaluations([path for path in paths if path not in unread]),
         rollouts=rollouts,
+        unread=unread,
     )
 
 
@@ -129,22 +139,24 @@ def _advice(folder: Path) -> str:
     return f"it holds some: {shown}; give those that you want"
 
 
-def read_evaluations(folder: Path, output: str | None) -> list[EvaluationRow]:
-    """Read the evaluations of a run.
+def evaluation_files(folder: Path, output: str | None) -> list[Path]:
+    """Return the files of a run's evaluations, links followed, in the order of the evaluations.
 
     Args:
         folder: the run's folder.
         output: file of a further evaluation (evaluate.output), if it is there.
-
-    Raises:
-        UserError: a file is damaged.
     """
     # In reverse order evaluation_before comes before evaluation_after.
     paths = sorted(folder.glob("evaluation*.json"), reverse=True)
     if output and Path(output).is_file():
         paths.append(Path(output))
+    return list(dict.fromkeys(path.resolve() for path in paths))
+
+
+def read_evaluations(paths: Sequence[Path]) -> list[EvaluationRow]:
+    """Read evaluations; UserError if a file is damaged."""
     rows: list[EvaluationRow] = []
-    for path in dict.fromkeys(path.resolve() for path in paths):
+    for path in paths:
         report = read_json(path)
         if "scores" in report:
             rows += _evaluation_rows(path.stem.replace("_", " "), report)

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from qdrant_client import QdrantClient, models
 from retriever_rig import brute_force_ids, ids, people_corpus, refuses
 
-from retriever.backends import KINDS, BuildOptions
+from retriever.backends import KINDS, BuildOptions, IndexOptions
 from retriever.contrib import qdrant
 from retriever.contrib.qdrant import Collection, search_params
 from retriever.encoders.hashed import HashedEncoder
@@ -22,6 +22,7 @@ from retriever.indexes.index import open_index
 from retriever.options import parse
 from retriever.service.assembly import load, load_index
 
+TRUSTED = IndexOptions(kind="qdrant")
 RLINF = "wiki_collection_m24_cef512"
 
 
@@ -60,13 +61,13 @@ def upload(folder, corpus, encoder, collection=RLINF, **payload):
 
 def test_index_finds_rows_of_brute_force(tmp_path, corpus):
     build_index(corpus, tmp_path / "q", BuildOptions(kind="qdrant"), progress=False)
-    index = open_index(tmp_path / "q", corpus)
+    index = open_index(tmp_path / "q", corpus, TRUSTED)
     queries = ["person 17 lives", "town 3"]
     hits = index.search(queries, 5)
     assert ids(hits) == brute_force_ids(HashedEncoder.load(tmp_path / "q"), corpus, queries, 5)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: index.search(queries, 5), range(16))) == [hits] * 16
-    refuses("open in another process", open_index, tmp_path / "q", corpus)
+    refuses("open in another process", open_index, tmp_path / "q", corpus, TRUSTED)
 
 
 def test_absent_server_and_foreign_collection_are_refused(tmp_path, corpus, encoder):
@@ -144,10 +145,10 @@ def test_build_uploads_rows_as_payload(tmp_path, corpus, encoder, monkeypatch):
     made = server.create_collection.call_args
     assert made.args[1].on_disk and made.kwargs["quantization_config"].scalar.type == "int8"
     assert {*qdrant.QUANTIZATION} == {*KINDS["qdrant"].build_options["qdrant_quantization"].choices}
-    index = open_index(tmp_path / "i", corpus)
+    index = open_index(tmp_path / "i", corpus, TRUSTED)
     assert index.search(["person 17"], 1)[0][0][0] == corpus[17] and index.manifest["factory"] == "qdrant"
     assert [request.params.hnsw_ef for request in server.query_batch_points.call_args.args[1]] == [64]
-    paths = ["--corpus_path", str(corpus.path), "--index_path", str(tmp_path / "i")]
+    paths = ["--corpus_path", str(corpus.path), "--index_path", str(tmp_path / "i"), "--kind", "qdrant"]
     refuses("--mmap: has no meaning for an index of kind qdrant", load, parse([*paths, "--mmap"]))
     index = load_index(parse([*paths, "--qdrant_search", "exact=true"]), print)
     assert index.manifest["search"] == "exact=true"  # the option wins over the manifest
@@ -185,7 +186,7 @@ def test_stopped_upload_continues_by_shards(tmp_path, corpus, monkeypatch, place
     sent.clear()
     build[0](*build[1:])
     assert sent == [*range(0 if place else 20, 50, 5)]
-    index = open_index(tmp_path / "i", corpus)
+    index = open_index(tmp_path / "i", corpus, TRUSTED)
     assert ids(index.search([f"person {n}" for n in (3, 22, 49)], 1)) == [["3"], ["22"], ["49"]]
     assert not list(tmp_path.glob("i.embeddings"))
 

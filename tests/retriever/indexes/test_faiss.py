@@ -345,3 +345,25 @@ def test_memory_and_cores_of_a_container_count(tmp_path, monkeypatch):
     for text, cores in (("max 100000", 8), ("250000 100000", 3), ("20000 100000", 1), ("9900000 100000", 8)):
         (tmp_path / "cpu.max").write_text(text)
         assert resources.available_cores() == cores
+
+
+def test_lists_in_another_file_are_neither_opened_nor_written(tmp_path):
+    """An index may name any file as that of its inverted lists; FAISS would open it for writing."""
+    other = tmp_path / "other/lists"
+    other.parent.mkdir()
+    index = make_empty(DIMENSION, "IVF4,Flat")
+    index.train(VECTORS)
+    lists = faiss.OnDiskInvertedLists(4, index.code_size, str(other))  # must live as long as the index
+    index.replace_invlists(lists)
+    index.add(VECTORS)
+    expected, _ = index.search(QUERIES, 3)
+    path = tmp_path / "given/index.faiss"
+    path.parent.mkdir()
+    faiss.write_index(index, str(path))
+    refuses("FAISS cannot read it .*could not open", FaissVectors, path)
+    refuses("lists are in another file, lists, .*; leave the option out", FaissVectors, path, mmap=True)
+    # The file beside the index is the one that may be read.
+    (path.parent / "lists").write_bytes(other.read_bytes())
+    other.unlink()
+    scores, _ = FaissVectors(path).nearest(QUERIES, 3)
+    np.testing.assert_array_equal(scores, expected)

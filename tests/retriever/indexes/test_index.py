@@ -164,7 +164,7 @@ def test_number_of_shards_does_not_change_results(tmp_path, corpus, monkeypatch,
     build(corpus, tmp_path / "many", kind=kind, shard_rows=5)
     queries = ["person 3 lives in town 3", "person 16", "town 5", "person 22 lives"]
     expected = open_index(tmp_path / "one", corpus).search(queries, 5)
-    results = open_index(tmp_path / "many", corpus).search(queries, 5)
+    results = open_index(tmp_path / "many", corpus, IndexOptions(kind=kind)).search(queries, 5)
     assert ids(expected)[0][0] == "3"
     assert ids(expected)[1][0] == "16"
     assert ids(results) == ids(expected)
