@@ -97,10 +97,12 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
             " process that has it, or choose another port"
         ) from error
     present: dict[socket.socket, int] = {}  # number of the process at the other end of each connection
+    # What has come so far of the greeting of each other connection: a busy process may send it much later.
+    greetings: dict[socket.socket, bytes] = {}
     with ExitStack() as stack:
         stack.enter_context(listener)
         while len(present) < count - 1:
-            readable, _, _ = select.select([listener, *present], [], [], POLL_SECONDS)
+            readable, _, _ = select.select([listener, *present, *greetings], [], [], POLL_SECONDS)
             missing = set(range(1, count)) - set(present.values())
             timer.check(_process_names(missing))
             # A connected process only waits, so its connection is readable only if the process has ended.
@@ -109,11 +111,16 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
                 raise EnvironmentFailure(
                     f"{_process_names(ended)} ended before all had started; start all processes again"
                 )
-            if readable:
+            if listener in readable:
                 connection, _ = listener.accept()
+                connection.setblocking(False)
                 stack.enter_context(connection)
-                _admit(connection, count, present)
+                greetings[connection] = b""
+            for connection in readable:
+                if connection in greetings:
+                    _admit(connection, count, present, greetings)
         for connection in present:
+            connection.settimeout(POLL_SECONDS)
             with suppress(OSError):
                 connection.sendall(_GO)
         # The others close their ends first, so that JAX can open the port at once.
@@ -122,22 +129,36 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
                 connection.recv(1)
 
 
-def _admit(connection: socket.socket, count: int, present: dict[socket.socket, int]) -> None:
-    """Read which process has connected, and add it to `present`. Other programs are ignored."""
-    connection.settimeout(POLL_SECONDS)
+def _admit(
+    connection: socket.socket,
+    count: int,
+    present: dict[socket.socket, int],
+    greetings: dict[socket.socket, bytes],
+) -> None:
+    """Read on from a connection, and add it to `present` once its greeting is whole.
+
+    The connection of another program is closed.
+    """
+    received = b""
     with suppress(OSError):
-        hello = _HELLO.fullmatch(connection.recv(LONGEST_MESSAGE))
-        if hello is None:
-            return
-        index = int(hello[1])
-        other_count = int(hello[2])
-        if index in present.values() or (other_count == count and index == 0):
-            raise UserError(f"distributed: two processes are number {index}")
-        if other_count != count or index >= count:
-            raise UserError(
-                f"distributed.num_processes is {other_count} in process {index} and {count} in process 0"
-            )
-        present[connection] = index
+        received = connection.recv(LONGEST_MESSAGE)
+    greeting = greetings.pop(connection) + received
+    if received and b"\n" not in greeting and len(greeting) < LONGEST_MESSAGE:
+        greetings[connection] = greeting
+        return
+    hello = _HELLO.fullmatch(greeting)
+    if hello is None:
+        connection.close()
+        return
+    index = int(hello[1])
+    other_count = int(hello[2])
+    if index in present.values() or (other_count == count and index == 0):
+        raise UserError(f"distributed: two processes are number {index}")
+    if other_count != count or index >= count:
+        raise UserError(
+            f"distributed.num_processes is {other_count} in process {index} and {count} in process 0"
+        )
+    present[connection] = index
 
 
 def _report_to_main(host: str, port: int, count: int, index: int, timer: _StartTimer) -> None:
