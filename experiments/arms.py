@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from calibadv_jax.config.sections.credit import ESTIMATORS
-from calibadv_jax.config.sections.learner import LOSS_KEYS, SEQUENCE_LOSSES
+from calibadv_jax.core.registry import ESTIMATORS, LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a method changes. Every key that any of them sets is set by all, so that a config of either advantage
@@ -49,10 +48,10 @@ METHODS: dict[str, dict[str, str]] = {
     **{
         f"loss-{name}": {
             "loss.name": name,
-            **({"loss.aggregation": "sequence_mean"} if name in SEQUENCE_LOSSES else {}),
+            **({"loss.aggregation": "sequence_mean"} if LOSSES[name].is_sequence_mean else {}),
             **_WIDTHS.get(name, {}),
         }
-        for name in LOSS_KEYS
+        for name in LOSSES
         if name != "vanilla"
     },
 }

@@ -11,27 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from calibadv_jax.advantages.baselines import Estimate, EstimateFunction
+from calibadv_jax.advantages.baselines import Estimate
 from calibadv_jax.advantages.calibadv import calibrate, describe_calibration, judge
 from calibadv_jax.advantages.credit import GroupCredit, broadcast_to_tokens, uncalibrated_credit
-from calibadv_jax.advantages.gae import gae
-from calibadv_jax.advantages.score_estimators import (
-    dr_grpo,
-    gpg,
-    grpo,
-    grpo_acceptable,
-    grpo_neutral,
-    grpo_passk,
-    opo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    rloo,
-)
 from calibadv_jax.advantages.step_metrics import advantage_metrics
-from calibadv_jax.advantages.turn_rewards import gigpo, mt_grpo, querygroup, stepsearch
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS, Estimator
 from calibadv_jax.core.trajectory import Group
-from calibadv_jax.core.user_functions import describe_failure, import_user_function, load_optional
+from calibadv_jax.core.user_functions import describe_failure, import_user_function
 
 if TYPE_CHECKING:
     from calibadv_jax.config import AdvantageConfig
@@ -41,143 +28,6 @@ _EXPECTED_FUNCTION = (
     "def advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[list[float | np.ndarray]],"
     " as in examples/own_advantage.py"
 )
-
-# Parts of the formulas in `ESTIMATORS`.
-_NEAR_MISSES = "{scaled}; below the mean but at least {config.score_threshold:g}: "
-_TURN_REWARD = "{scaled}, + {config.turn_weight:g} × of each turn: "
-_WHITENED = "whitened over the sampled tokens of the step"
-
-
-# --- Registry ---
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """An estimator and its description."""
-
-    function: EstimateFunction
-    # What follows "advantage = " in a description. {config} is the section `advantage`; {scaled} is
-    # `centred`, divided by a standard deviation if the config says so.
-    template: str
-    turn_description: str = ""  # how turns get advantages of their own; empty: they share their trajectory's
-    # What trajectories must hold: "critic": `values`; "current" or "initial": `golden_logprobs` under the
-    # policy of that name; empty: nothing more.
-    needs: str = ""
-    judges_searches: bool = False  # whether searches get a correctness by silver documents
-    centred: str = "score - mean"
-
-    @property
-    def token_description(self) -> str:
-        """Which advantage a token of a trajectory gets, in words."""
-        return (
-            self.turn_description or "every sampled token of a trajectory carries the trajectory's advantage"
-        )
-
-    def formula(self, config: AdvantageConfig) -> str:
-        """Return the right side of "advantage = " with the settings of the section `advantage`.
-
-        Args:
-            config: the section `advantage`; the template names the keys that are read.
-
-        Returns:
-            The formula in one line.
-        """
-        scaled = self.centred
-        if config.normalize_std:
-            std = "std" if config.std_over == "group" else "std of the step's scores"
-            scaled = f"({self.centred}) / ({std} + 1e-6)"
-        return self.template.format(scaled=scaled, config=config)
-
-
-def _optional(name: str) -> EstimateFunction:
-    """Return an estimator of `contrib.turn_estimators`, a module that its first call imports."""
-
-    def estimate(groups: Sequence[Group], config: AdvantageConfig) -> Estimate:
-        """Import the estimator, and compute its advantages."""
-        function = getattr(load_optional("turn_estimators"), name)
-        return function(groups, config)
-
-    return estimate
-
-
-ESTIMATORS = {
-    "grpo": Estimator(grpo, "{scaled}"),
-    "dr_grpo": Estimator(dr_grpo, "score - mean"),
-    "grpo_neutral": Estimator(grpo_neutral, f"{_NEAR_MISSES}as if the score were 0"),
-    "grpo_acceptable": Estimator(grpo_acceptable, f"{_NEAR_MISSES}0"),
-    "grpo_passk": Estimator(
-        grpo_passk, "{scaled} for the best trajectory, 0 for the others", centred="best score - second best"
-    ),
-    "rloo": Estimator(rloo, "score - mean of the others"),
-    "opo": Estimator(opo, "score - mean weighted by sampled tokens"),
-    "gpg": Estimator(gpg, "(score - mean) / share of nonzero scores"),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus, f"score, {_WHITENED}"),
-    "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, f"score - mean, {_WHITENED}"),
-    "querygroup": Estimator(
-        querygroup,
-        "{scaled}; a judged search: 0.7 × its correctness, standardised in the group, + 0.3 × that",
-        turn_description=(
-            "searches are compared with each other, the other turns carry their trajectory's advantage"
-        ),
-        judges_searches=True,
-    ),
-    "gigpo": Estimator(
-        gigpo,
-        _TURN_REWARD
-        + "the score × discount^(turns to the end), compared where the last observation is the same",
-        turn_description=(
-            "turns before which the environment showed the same are compared with each other too"
-        ),
-    ),
-    "mt_grpo": Estimator(
-        mt_grpo,
-        _TURN_REWARD + "whether it shows a golden answer, compared among turns of one number",
-        turn_description="turns that show a golden answer get more",
-    ),
-    "stepsearch": Estimator(
-        stepsearch,
-        _TURN_REWARD
-        + "new less repeated target documents, of later turns too, compared among turns of one number",
-        turn_description=(
-            "searches that show new target documents (the question's passages, or else silver ones) get more"
-        ),
-    ),
-    "igpo": Estimator(
-        _optional("igpo"),
-        "{scaled}, summed over the turns from it on; the last gain is the score, another's the rise of the"
-        " golden answer's probability; mean and std are over all turns of the group",
-        turn_description="turns are paid by how much they raise the golden answer's probability",
-        needs="current",
-        centred="gain - mean",
-    ),
-    "a2tgpo": Estimator(
-        _optional("a2tgpo"),
-        _TURN_REWARD
-        + "how much it raises the golden answer's probability, compared among turns of one number, summed"
-        " over the turns from it on / root of their number",
-        turn_description="turns that raise the golden answer's probability get more",
-        needs="current",
-    ),
-    "tips": Estimator(
-        _optional("tips"),
-        _TURN_REWARD
-        + "how much it and later turns raise the golden answer's log-probability under the initial policy,"
-        " compared among turns of one number",
-        turn_description=(
-            "turns that raise the initial policy's log-probability of the golden answer get more"
-        ),
-        needs="initial",
-    ),
-    "gae": Estimator(
-        gae,
-        "GAE: the score less the critic's value before the token, with gamma {config.discount:g} and lambda"
-        f" {{config.gae_lambda:g}}, {_WHITENED}",
-        turn_description=(
-            "PPO with a critic; every sampled token has an advantage of its own; a turn shows the mean"
-        ),
-        needs="critic",
-    ),
-}
 
 
 def find_estimator(config: AdvantageConfig) -> Estimator:
@@ -200,7 +50,7 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
     docstring = (function.__doc__ or "the result of that function").strip()
     summary = docstring.partition("\n")[0]
     template = summary.replace("{", "{{").replace("}", "}}")  # `formula` formats it
-    return Estimator(function, template, turn_description="a function of your own")
+    return Estimator(config.estimator, template, turn_description="a function of your own")
 
 
 # --- The advantage stage ---

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin, get_type_
 
 import numpy as np
 
-from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.trajectory import Document, Group, Question, Trajectory, Turn
 
 if TYPE_CHECKING:

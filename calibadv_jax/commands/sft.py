@@ -26,8 +26,9 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
+from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.signals import Stop
-from calibadv_jax.core.tags import Grammar, neutralise_observation, parse_turn, text_after_opening
+from calibadv_jax.core.tags import parse_turn, text_after_opening
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
 from calibadv_jax.distributed.joining import require_single_process
@@ -42,7 +43,7 @@ from calibadv_jax.metrics.trackers import open_backends
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, added_token_strings, encode, neutralise_documents
+from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.configured_actions import make_actions
@@ -368,7 +369,7 @@ def _drawn_samples(
     longest = config.sft_row_length
     drawn: Iterable[Demonstration]
     if config.sft.demonstrations == "world":
-        drawn = load_optional("worlds.demonstrations").GENERATORS[phase.kind](seed, config.world)
+        drawn = load_optional("worlds.world_demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
     for demonstration in drawn:
@@ -434,9 +435,14 @@ def encode_demonstration(
         UserError: As `open_prompt`, or rollout.max_observation_length is too small for the tags.
     """
     actions = make_actions(config)
-    grammar = grammar_of(actions)
+    neutraliser = make_neutraliser(tokenizer, actions)
     prompt, opening = open_prompt(
-        demonstration.question, tokenizer, config.prompt, config.rollout.max_prompt_length, actions
+        demonstration.question,
+        tokenizer,
+        config.prompt,
+        config.rollout.max_prompt_length,
+        actions,
+        neutraliser,
     )
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     by_name: dict[str, Action] = {action.name: action for action in actions or (SearchAction(),)}
@@ -446,10 +452,10 @@ def encode_demonstration(
         text = text_after_opening(opening if number == 1 else observations.opening, turn.text)
         segments.append(np.asarray(encode(tokenizer, text), np.int32))
         is_trained.append(turn.trained)
-        action = by_name.get(parse_turn(turn.text, "eos", grammar).kind)
+        action = by_name.get(parse_turn(turn.text, "eos", neutraliser.grammar).kind)
         goes_on = action is not None and number < len(demonstration.turns)
         if goes_on or turn.documents or turn.observation:
-            body = _observation_body(turn, action, tokenizer, grammar)
+            body = _observation_body(turn, action, neutraliser)
             observation, *_ = observations.for_action(action or SearchAction()).information(body)
             segments.append(observation)
             is_trained.append(False)
@@ -465,10 +471,10 @@ def encode_demonstration(
     return Sample(tokens, mask, zeros, zeros)
 
 
-def _observation_body(turn: DemoTurn, action: Action | None, tokenizer: Any, grammar: Grammar) -> str:
+def _observation_body(turn: DemoTurn, action: Action | None, neutraliser: Neutraliser) -> str:
     """Return the text of a turn's observation, rendered by a built-in action: no user code runs here."""
-    observation = neutralise_observation(turn.observation, added_token_strings(tokenizer), grammar)
-    documents = neutralise_documents(turn.documents, tokenizer, grammar)
+    observation = neutraliser.neutralise_observation(turn.observation)
+    documents = neutraliser.neutralise_documents(turn.documents)
     renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()
     return renderer.render(Reply(tuple(documents), observation))
 

@@ -16,7 +16,8 @@ import numpy as np
 from calibadv_jax.advantages.credit import sampled_turns
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import OPEN_THINK, neutralise, text_after_opening
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import OPEN_THINK, text_after_opening
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner
@@ -138,7 +139,7 @@ def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[
     beginning = encode(tokenizer, text_after_opening(trajectory.opening_of(number), ANSWER_BEGINNING))
     max_answer_length = max(1, PROBE_TOKENS - len(beginning))
     for golden in question.golden_answers:
-        answer = encode(tokenizer, f" {neutralise(golden)}")[:max_answer_length]
+        answer = encode(tokenizer, f" {Neutraliser().neutralise(golden)}")[:max_answer_length]
         if answer:
             return np.asarray(beginning, np.int32), np.asarray(answer, np.int32)
     raise UserError(

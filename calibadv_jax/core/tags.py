@@ -1,14 +1,15 @@
-"""The turn protocol: its tags, the parsing of turns, and the neutralising of untrusted text.
+"""The turn protocol: its tags, and the parsing of turns.
 
 A turn is ``<think>…</think>`` and then an action such as ``<search>…</search>``, or ``<answer>…</answer>``;
-the environment replies to an action with ``<information>…</information>``.
+the environment replies to an action with ``<information>…</information>``. `core/neutraliser.py` keeps
+untrusted text from forging any of it.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,19 +97,11 @@ QUERY_REFUSED = (
 # Observation of a search without documents.
 NOTHING_FOUND = "No results found."
 
-# Rounds of `neutralise`. Deeper nesting is hostile, and would take quadratic time.
-MAX_NESTING = 8
 # Unicode categories of control, format and surrogate characters.
 _CONTROL_CATEGORIES = ("Cc", "Cf", "Cs")
 # An escape in JSON: a pair of surrogates, a lone surrogate (group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 _OPENS_THINK = re.compile(r"<(think)>")
-_DOC_HEADER = re.compile(r"(Doc\s*+\d++)\s*+\(\s*+(Title)\s*+:", re.IGNORECASE)
-_INVALID_NOTICE = re.compile(r"My\s+previous\s+action\s+is\s+invalid", re.IGNORECASE)
-_REFUSAL = re.compile(r"(search\s+engine\s+does\s+not)\s+take\s+this\s+query", re.IGNORECASE)
-# Punctuation and symbols, not letters, digits and space.
-_MARKS = re.compile(r"[^\w\s]+")
-_ACTION_REFUSAL = re.compile(r"(action\s+\w++\s+does\s+not)\s+take\s+this", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -151,20 +144,6 @@ def refusal_text(name: str, reason: str) -> str:
         reason: Neutralised reason of the refusal.
     """
     return f"The action {name} does not take this: {reason}"
-
-
-def neutralise_observation(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Neutralise an observation, except for a refusal at its beginning, which the environment has written.
-
-    For the arguments see `neutralise`.
-    """
-    if text == QUERY_REFUSED:
-        return text
-    for name in grammar.actions:
-        beginning = refusal_text(name, "")
-        if text.startswith(beginning):
-            return beginning + neutralise(text.removeprefix(beginning), extra, grammar)
-    return neutralise(text, extra, grammar)
 
 
 def leaves_thought_open(opening: str) -> bool:
@@ -307,44 +286,6 @@ def _no_action(grammar: Grammar) -> str:
     return f"no action: none of {', '.join(tags)}"
 
 
-def neutralise(text: str, extra: Collection[str] = (), grammar: Grammar = SEARCH_GRAMMAR) -> str:
-    """Return untrusted text without anything that could be taken for the protocol.
-
-    Angle brackets of tags become square brackets. Headers of documents and notices of invalid or refused
-    actions lose their exact form. Control tokens are broken up. Text that is nested deeper than MAX_NESTING
-    loses all punctuation. Neutralised text is not changed again.
-
-    Args:
-        text: Text of a question, a document, or an action.
-        extra: The tokenizer's control tokens (`rollout.observation.added_token_strings`); blank ones stay.
-        grammar: Tags of the actions.
-    """
-    text = well_formed(text)
-    rounds = 0
-    # A replacement can create a new match: repeat until nothing changes.
-    while True:
-        cleaned = _replace_forgeries(text, extra, grammar)
-        if cleaned == text:
-            return text
-        rounds += 1
-        text = cleaned if rounds < MAX_NESTING else _MARKS.sub(" ", cleaned)
-
-
-def _replace_forgeries(text: str, extra: Collection[str], grammar: Grammar) -> str:
-    """Replace everything in a text that could be taken for the protocol, once."""
-    text = grammar.tag_like.sub(_with_square_bracket, text)
-    text = _DOC_HEADER.sub(r"\1 [\2]:", text)
-    text = _INVALID_NOTICE.sub("my earlier action was invalid", text)
-    text = _REFUSAL.sub(r"\1 accept a query", text)
-    if grammar.actions != DEFAULT_ACTIONS:
-        text = _ACTION_REFUSAL.sub(r"\1 accept this", text)
-    tokens = [token for token in extra if token in text and token.strip()]
-    # The longest token comes first, since a token may be part of another.
-    for token in sorted(tokens, key=lambda token: (-len(token), token)):
-        text = text.replace(token, _broken_up(token))
-    return text
-
-
 def well_formed(text: str) -> str:
     """Replace lone surrogates, which JSON may contain and which tokenizers and files refuse, by U+FFFD."""
     try:
@@ -369,22 +310,3 @@ def to_printable_line(text: str) -> str:
     line = " ".join(text.split())
     letters = [letter for letter in line if unicodedata.category(letter) not in _CONTROL_CATEGORIES]
     return "".join(letters)
-
-
-def _with_square_bracket(tag: re.Match[str]) -> str:
-    """Return a match of `Grammar.tag_like` with square brackets in place of angle brackets."""
-    name, attributes = tag.groups()
-    if attributes is None:
-        # The tag has no closing bracket.
-        return f"[{name}"
-    return f"[{name}{attributes}]"
-
-
-def _broken_up(token: str) -> str:
-    """Return the token's words without its marks, or its letters with spaces between if it is only words."""
-    words = " ".join(re.findall(r"\w+", token)) or " "
-    if token not in words:
-        return words
-    if len(token) == 1:
-        return " "
-    return " ".join(token)

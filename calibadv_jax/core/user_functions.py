@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in a config as ``package.module:function``."""
+"""Functions that are named as ``package.module:function``: the user's own, and those of registries."""
 
 from __future__ import annotations
 
@@ -56,6 +56,14 @@ def load_optional(name: str) -> ModuleType:
 
 
 # Cached, since every training step calls it.
+@functools.cache
+def load_function(address: str) -> Callable[..., Any]:
+    """Import a function of this project, named as ``package.module:function``."""
+    module_name, _, name = address.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    return function
+
+
 @functools.cache
 def import_user_function(
     address: str, key: str, parameters: tuple[str, ...], expected: str

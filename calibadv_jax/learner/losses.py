@@ -3,7 +3,7 @@
 The formulas have the letters of docs/losses.md: r is the importance ratio, d its logarithm, lp the
 log-probability under the current policy, A the advantage, sg a value without gradient, and clip(r) is r cut
 to the range from 1 - `clip_low` to 1 + `clip_high`. The KL term and the entropy bonus are in `objective`.
-`config.sections.learner.LOSS_KEYS` lists the keys that each loss reads.
+`core.registry.LOSSES` names them, with the keys that each reads.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from jax import Array
 
 from calibadv_jax.config import LossConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.user_functions import describe_failure, import_user_function, is_address
-from calibadv_jax.learner.batch_factors import (
-    LOG_RATIO_LIMIT,
-    BatchFactor,
-    balance_detached_factor,
-    balance_factor,
-    clip_cov_factor,
-    kl_cov_factor,
-    positive_mean_factor,
+from calibadv_jax.core.registry import LOSSES
+from calibadv_jax.core.user_functions import (
+    describe_failure,
+    import_user_function,
+    is_address,
+    load_function,
 )
+from calibadv_jax.learner.batch_factors import LOG_RATIO_LIMIT, BatchFactor
 
 GSPO_LOG_RATIO_LIMIT = 10.0  # Upper limit of GSPO's log-ratio, as in verl; there is no lower one.
 OTHER_TOKENS_EPSILON = 1e-8  # Added to the probability of all other tokens in dppo_kl, as in verl.
@@ -407,7 +405,7 @@ def lld(tokens: Tokens, config: LossConfig) -> Terms:
     return terms + penalty, is_clipped
 
 
-# --- Registry ---
+# --- Losses by name ---
 
 
 @dataclass(frozen=True)
@@ -430,78 +428,6 @@ class Loss:
     every_sample: bool = False
 
 
-LOSSES: dict[str, Loss] = {
-    "vanilla": Loss(
-        vanilla,
-        "PPO's clipped ratio, token by token",
-    ),
-    "cispo": Loss(
-        cispo,
-        "REINFORCE weighted by the clipped ratio: clipped tokens keep their gradient",
-    ),
-    "gspo": Loss(
-        gspo,
-        "PPO with one ratio a trajectory; its widths are of the order of 0.0003",
-    ),
-    "gmpo": Loss(
-        gmpo,
-        "geometric mean of a trajectory's ratios; clip_low and clip_high bound logarithms",
-    ),
-    "gpg": Loss(
-        gpg,
-        "REINFORCE: no ratio and no clip",
-    ),
-    "clip_cov": Loss(
-        scaled_vanilla,
-        "PPO without a few tokens of large covariance of advantage and log-probability",
-        batch_factor=clip_cov_factor,
-        needs_logprobs=True,
-        every_sample=True,
-    ),
-    "kl_cov": Loss(
-        kl_cov,
-        "no clip; tokens of largest covariance of advantage and log-probability are held near the old policy",
-        batch_factor=kl_cov_factor,
-        needs_logprobs=True,
-        every_sample=True,
-    ),
-    "lld": Loss(
-        lld,
-        "PPO, and a penalty on falling tokens of positive advantage",
-        batch_factor=positive_mean_factor,
-    ),
-    "balance": Loss(
-        scaled_vanilla,
-        "as published: no gradient for negative advantages, and tokens of positive advantage are pushed down"
-        " where loss.balance_ratio is above 1; loss.name=balance_detached does what was meant",
-        batch_factor=balance_factor,
-    ),
-    "sapo": Loss(
-        sapo,
-        "a smooth gate in place of PPO's clip",
-    ),
-    "dppo_tv": Loss(
-        dppo_tv,
-        "REINFORCE weighted by the ratio; no gradient for probabilities moved too far",
-    ),
-    "dppo_kl": Loss(
-        dppo_kl,
-        "as dppo_tv, with a KL divergence in place of the difference",
-    ),
-    "dro": Loss(
-        dro,
-        "REINFORCE with a quadratic penalty on moving from the old policy",
-        every_sample=True,
-    ),
-    "balance_detached": Loss(
-        scaled_vanilla,
-        "PPO with the terms of negative advantages rescaled to balance_ratio times those of positive ones",
-        batch_factor=balance_detached_factor,
-        needs_logprobs=True,
-    ),
-}
-
-
 @functools.cache  # Programs are compiled for a loss object, so each name has one.
 def find_loss(name: str) -> Loss:
     """Return the loss of a name.
@@ -517,7 +443,14 @@ def find_loss(name: str) -> Loss:
         UserError: if the user's function cannot be imported or has other parameters.
     """
     if not is_address(name):
-        return LOSSES[name]
+        entry = LOSSES[name]
+        return Loss(
+            load_function(entry.address),
+            entry.summary,
+            batch_factor=load_function(entry.batch_factor) if entry.batch_factor else None,
+            needs_logprobs=entry.needs_logprobs,
+            every_sample=entry.every_sample,
+        )
     function = import_user_function(name, "loss.name", ("tokens", "config"), EXPECTED)
 
     def own_terms(tokens: Tokens, config: LossConfig) -> Terms:

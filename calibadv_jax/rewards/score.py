@@ -13,9 +13,15 @@ from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ANSWER_REWARDS
 from calibadv_jax.core.tags import Grammar, text_with_opening, turn_flaw
 from calibadv_jax.core.trajectory import Group, Trajectory
-from calibadv_jax.core.user_functions import describe_failure, import_user_function, is_address
+from calibadv_jax.core.user_functions import (
+    describe_failure,
+    import_user_function,
+    is_address,
+    load_function,
+)
 
 # --- Agreement of a text with the golden answers ---
 
@@ -74,13 +80,6 @@ def f1(prediction: str, golden_answers: Sequence[str]) -> float:
     return best
 
 
-# Name, as in reward.answer and in the metric reward/NAME -> function that gives a score in [0, 1], given the
-# prediction and the golden answers.
-ANSWER_REWARDS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    "em": exact_match,
-    "f1": f1,
-    "cover_em": cover_em,
-}
 # Metrics of a trajectory, logged as reward/NAME.
 METRICS = (
     *ANSWER_REWARDS,
@@ -173,11 +172,11 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
     if not trajectory.question.golden_answers:
         raise ValueError(f"question {trajectory.question.id!r} has no golden answers")
     rewards: dict[str, float] = {}
-    for name, reward in ANSWER_REWARDS.items():
+    for name, address in ANSWER_REWARDS.items():
         if trajectory.answer is None:
             rewards[name] = 0.0
         else:
-            rewards[name] = reward(trajectory.answer, trajectory.question.golden_answers)
+            rewards[name] = load_function(address)(trajectory.answer, trajectory.question.golden_answers)
     for name in config.weights:
         if is_address(name):
             rewards[metric_name(name)] = own_score(name, trajectory)

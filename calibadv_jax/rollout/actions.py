@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import (
     ANSWER_USAGE,
     INVALID_TEMPLATE,
@@ -18,7 +19,6 @@ from calibadv_jax.core.tags import (
     SEARCH_GRAMMAR,
     USAGE,
     Grammar,
-    neutralise,
 )
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.core.user_functions import describe_failure
@@ -246,40 +246,41 @@ def grammar_of(actions: Sequence[Action]) -> Grammar:
     return Grammar(tuple(action.name for action in actions), may_be_empty)
 
 
-def action_texts(actions: Sequence[Action], extra: Collection[str] = ()) -> list[dict[str, str]]:
+def action_texts(actions: Sequence[Action], neutraliser: Neutraliser | None = None) -> list[dict[str, str]]:
     """Return the name, purpose and argument of each action.
 
     Purpose and argument are neutralised, since a server may have written them.
 
     Args:
         actions: the actions that are on; none stand for search alone.
-        extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+        neutraliser: removes forgeries. None: one for the tags of these actions alone.
 
     Returns:
         For each action its texts by "name", "purpose" and "argument".
     """
-    grammar = grammar_of(actions)
+    if neutraliser is None:
+        neutraliser = Neutraliser(grammar_of(actions))
     texts = []
     for action in actions or (SearchAction(),):
         texts.append(
             {
                 "name": action.name,
-                "purpose": neutralise(action.purpose, extra, grammar),
-                "argument": neutralise(action.argument, extra, grammar),
+                "purpose": neutraliser.neutralise(action.purpose),
+                "argument": neutraliser.neutralise(action.argument),
             }
         )
     return texts
 
 
-def invalid_notice(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
+def invalid_notice(actions: Sequence[Action], neutraliser: Neutraliser | None = None) -> str:
     """Return the notice after an invalid turn, which says how each action is called.
 
     Args:
         actions: the actions that are on; none stand for search alone.
-        extra: the tokenizer's control tokens.
+        neutraliser: removes forgeries. None: one for the tags of these actions alone.
 
     Returns:
         The notice: a sentence for each action and one for the answer. The actions' own texts are neutralised.
     """
-    sentences = [USAGE.format(**usage) for usage in action_texts(actions, extra)]
+    sentences = [USAGE.format(**usage) for usage in action_texts(actions, neutraliser)]
     return INVALID_TEMPLATE.format(usages="".join(sentences) + ANSWER_USAGE)

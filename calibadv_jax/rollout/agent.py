@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,11 +20,11 @@ import numpy as np
 from calibadv_jax.config import PromptConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
 from calibadv_jax.core.interfaces import Action, Completion, Judge, Retriever, Sampler, SamplingParams
+from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.tags import (
     QUERY_REFUSED,
     Grammar,
-    neutralise,
     parse_turn,
     refusal_text,
     text_with_opening,
@@ -34,9 +34,9 @@ from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.observation import (
     Observations,
-    added_token_strings,
     cut_early,
     decode,
+    make_neutraliser,
     neutralise_reply,
 )
 from calibadv_jax.rollout.prompts import open_prompt
@@ -78,12 +78,14 @@ class RolloutContext:
         return grammar_of(self.actions)
 
     @cached_property
+    def neutraliser(self) -> Neutraliser:
+        """What removes forgeries from questions, documents and texts of actions."""
+        return make_neutraliser(self.tokenizer, self.actions)
+
+    @cached_property
     def observations(self) -> Observations:
         """The writer of observations."""
-        extra: Collection[str] = ()
-        if self.actions:
-            extra = added_token_strings(self.tokenizer)
-        notice = invalid_notice(self.actions, extra)
+        notice = invalid_notice(self.actions, self.neutraliser)
         return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening, notice)
 
 
@@ -141,7 +143,12 @@ async def run_trajectory(
 def _begin(context: RolloutContext, question: Question, index: int) -> Trajectory:
     """Return a trajectory that has its prompt and no turns."""
     prompt_ids, first_opening = open_prompt(
-        question, context.tokenizer, context.prompt, context.rollout.max_prompt_length, context.actions
+        question,
+        context.tokenizer,
+        context.prompt,
+        context.rollout.max_prompt_length,
+        context.actions,
+        context.neutraliser,
     )
     opening = context.prompt.opening
     return Trajectory(
@@ -259,7 +266,7 @@ async def _execute(turn: Turn, context: RolloutContext) -> tuple[tuple[Document,
         ids, text = observations.information(_refusal(turn.kind, error, context))
         return (), ids, text
     reply = neutralise_reply(
-        reply, action, context.tokenizer, context.grammar, max_length=observations.max_length
+        reply, action, context.tokenizer, context.neutraliser, max_length=observations.max_length
     )
     ids, text = observations.information(action.render(reply))
     return reply.documents, ids, text
@@ -276,6 +283,5 @@ def _refusal(name: str, error: Exception, context: RolloutContext) -> str:
     """Return the neutralised body of the observation after a refused action."""
     if isinstance(error, QueryRefused):
         return QUERY_REFUSED
-    extra = added_token_strings(context.tokenizer)
     reason = cut_early(well_formed(str(error)), context.tokenizer, context.rollout.max_observation_length)
-    return refusal_text(name, neutralise(reason, extra, context.grammar))
+    return refusal_text(name, context.neutraliser.neutralise(reason))

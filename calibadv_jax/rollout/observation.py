@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +10,14 @@ import numpy as np
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import (
     CLOSE_INFORMATION,
     INVALID_ACTION,
     OPEN_INFORMATION,
-    SEARCH_GRAMMAR,
-    Grammar,
-    neutralise,
     well_formed,
 )
-from calibadv_jax.core.trajectory import Document
+from calibadv_jax.rollout.actions import grammar_of
 
 _MARKUP = frozenset("<>[]{}|｜")  # Characters of which control tokens have one or more.
 # Characters that `cut_early` tokenizes first, for each token that may be shown.
@@ -71,43 +69,37 @@ def added_token_strings(tokenizer: Any) -> frozenset[str]:
     return frozenset(token for token in tokens if len(token) > 1)
 
 
-def neutralise_documents(
-    documents: Sequence[Document], tokenizer: Any, grammar: Grammar = SEARCH_GRAMMAR
-) -> tuple[Document, ...]:
-    """Return retrieved documents whose titles and texts are neutralised, so that they may be shown and kept.
+def make_neutraliser(tokenizer: Any, actions: Sequence[Action] = ()) -> Neutraliser:
+    """Return what neutralises untrusted text for a tokenizer and these actions.
 
     Args:
-        documents: documents as the retriever returned them.
-        tokenizer: a tokenizer of transformers, whose control tokens are neutralised.
-        grammar: the tags to neutralise; by default those of search alone.
-
-    Returns:
-        Copies in the same order. An id loses only its lone surrogates, and a score does not change.
+        tokenizer: a tokenizer of transformers.
+        actions: the actions that are on; none stand for search alone.
     """
-    extra = added_token_strings(tokenizer)
-    neutral = []
-    for document in documents:
-        neutral.append(
-            replace(
-                document,
-                id=well_formed(document.id),
-                title=neutralise(document.title, extra, grammar),
-                text=neutralise(document.text, extra, grammar),
-            )
-        )
-    return tuple(neutral)
+    return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), _normaliser_of(tokenizer))
+
+
+def _normaliser_of(tokenizer: Any) -> Callable[[str], str] | None:
+    """Return what the tokenizer does with a text before it looks for tokens; None if it does nothing."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        # A tokenizer in Python has no normaliser of its own to ask: compare what it makes of the text.
+        return lambda text: decode(tokenizer, encode(tokenizer, text))
+    if backend.normalizer is None:
+        return None
+    return backend.normalizer.normalize_str
 
 
 def neutralise_reply(
-    reply: Reply, action: Action, tokenizer: Any, grammar: Grammar, max_length: int
+    reply: Reply, action: Action, tokenizer: Any, neutraliser: Neutraliser, max_length: int
 ) -> Reply:
     """Return an action's reply cut and neutralised, so that it may be shown and kept.
 
     Args:
         reply: the reply of an action.
         action: the action; if it `keeps_documents_whole`, documents are not cut.
-        tokenizer: a tokenizer of transformers. It counts tokens, and its control tokens are neutralised.
-        grammar: the tags to neutralise.
+        tokenizer: a tokenizer of transformers, which counts tokens.
+        neutraliser: removes forgeries from titles and texts.
         max_length: tokens that may be shown. Each text keeps at least as many, see `cut_early`.
 
     Returns:
@@ -123,11 +115,7 @@ def neutralise_reply(
         documents = tuple(
             replace(document, title=cut(document.title), text=cut(document.text)) for document in documents
         )
-    documents = neutralise_documents(documents, tokenizer, grammar)
-    text = cut(reply.text)
-    if text:
-        text = neutralise(text, added_token_strings(tokenizer), grammar)
-    return Reply(documents, text)
+    return Reply(neutraliser.neutralise_documents(documents), neutraliser.neutralise(cut(reply.text)))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import numpy as np
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
-from calibadv_jax.core.tags import OPEN_THINK, Grammar, leaves_thought_open, neutralise, split_at_tags
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import OPEN_THINK, leaves_thought_open
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import describe_failure
-from calibadv_jax.rollout.actions import action_texts, grammar_of
-from calibadv_jax.rollout.observation import added_token_strings, encode
+from calibadv_jax.rollout.actions import action_texts
+from calibadv_jax.rollout.observation import encode, make_neutraliser
 
 ACTIONS_PLACE = "{actions}"  # The place in a template at which the actions that are on are listed.
 # The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.
@@ -69,25 +70,30 @@ def template_text(name: str) -> str:
     )
 
 
-def list_actions(actions: Sequence[Action], extra: Collection[str] = ()) -> str:
+def list_actions(actions: Sequence[Action], neutraliser: Neutraliser | None = None) -> str:
     """Say how each action is called, in a sentence or two each.
 
     Args:
         actions: the actions that are on; none stand for search alone.
-        extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+        neutraliser: removes forgeries. None: one for the tags of these actions alone.
 
     Returns:
         The sentences, separated by spaces. The actions' own texts are neutralised.
     """
     sentences = []
-    for usage in action_texts(actions, extra):
+    for usage in action_texts(actions, neutraliser):
         template = _SEARCH_ACTION if usage["name"] == "search" else _OTHER_ACTION
         sentences.append(template.format(**usage))
     return " ".join(sentences).replace(ACTIONS_PLACE, "actions")
 
 
 def open_prompt(
-    question: Question, tokenizer: Any, config: PromptConfig, max_length: int, actions: Sequence[Action] = ()
+    question: Question,
+    tokenizer: Any,
+    config: PromptConfig,
+    max_length: int,
+    actions: Sequence[Action] = (),
+    neutraliser: Neutraliser | None = None,
 ) -> tuple[np.ndarray, str]:
     """Return a question's prompt as tokens, and the text that begins the first turn.
 
@@ -100,6 +106,7 @@ def open_prompt(
         config: the section `prompt`.
         max_length: tokens that the prompt may have.
         actions: the actions that are on; none stand for search alone.
+        neutraliser: removes forgeries. None: one for the tokenizer and these actions.
 
     Returns:
         Token ids, int32 [P], and the end of the prompt that begins the first turn, such as "<think>", or "".
@@ -108,7 +115,9 @@ def open_prompt(
         UserError: if the prompt is too long, the row of the data has no prompt, or the chat template fails or
             is missing.
     """
-    text, opening = write_prompt(question, tokenizer, config, added_token_strings(tokenizer), actions)
+    if neutraliser is None:
+        neutraliser = make_neutraliser(tokenizer, actions)
+    text, opening = write_prompt(question, tokenizer, config, neutraliser, actions)
     ids = encode(tokenizer, text)
     if len(ids) > max_length:
         raise UserError(
@@ -122,7 +131,7 @@ def write_prompt(
     question: Question,
     tokenizer: Any,
     config: PromptConfig,
-    extra: Collection[str],
+    neutraliser: Neutraliser,
     actions: Sequence[Action] = (),
 ) -> tuple[str, str]:
     """Return a question's prompt as text, and the text that begins the first turn.
@@ -131,7 +140,7 @@ def write_prompt(
         question: the question.
         tokenizer: a tokenizer of transformers, with or without a chat template.
         config: the section `prompt`.
-        extra: the tokenizer's control tokens, see `observation.added_token_strings`.
+        neutraliser: removes forgeries, see `observation.make_neutraliser`.
         actions: the actions that are on; none stand for search alone.
 
     Returns:
@@ -140,14 +149,14 @@ def write_prompt(
     Raises:
         UserError: if the row of the data has no prompt, or the chat template fails or is missing.
     """
-    grammar = grammar_of(actions)
-    messages = _messages(question, config, extra, actions)
+    messages = _messages(question, config, neutraliser, actions)
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat == "on" and not has_template:
         raise UserError("prompt.chat is 'on', but the tokenizer has no chat template; use 'auto' or 'off'")
     if has_template and config.chat != "off":
         text = _in_chat(messages, tokenizer, config)
-        controls = [token for token in extra if token not in grammar.tags]
+        tags = neutraliser.grammar.tags
+        controls = [token for token in neutraliser.control_tokens if token not in tags]
         _, last_message = messages[-1]
         opening = _opening_in_chat(text, last_message.strip(), controls)
     elif config.chat_template_kwargs:
@@ -166,20 +175,19 @@ def write_prompt(
 
 
 def _messages(
-    question: Question, config: PromptConfig, extra: Collection[str], actions: Sequence[Action]
+    question: Question, config: PromptConfig, neutraliser: Neutraliser, actions: Sequence[Action]
 ) -> list[tuple[str, str]]:
     """Return (role, content) of the prompt's messages, neutralised: those of the data, or of the template."""
-    grammar = grammar_of(actions)
     if config.template == FROM_DATA:
-        return _messages_of_data(question, extra, grammar)
+        return _messages_of_data(question, neutraliser)
     text = question.text
     if config.question_mark:
         text = text.strip().removesuffix("?") + "?"
-    text = neutralise(text, extra, grammar)
+    text = neutraliser.neutralise(text)
     template = _PAPER if config.template == "paper" else template_text(config.template)
     # The template is split before anything is filled in: neither the question nor a server's text about its
     # tools may fill a place of the other.
-    listed_actions = list_actions(actions, extra)
+    listed_actions = list_actions(actions, neutraliser)
     parts = [part.replace(ACTIONS_PLACE, listed_actions) for part in template.split("{question}")]
     return [("user", text.join(parts))]
 
@@ -249,32 +257,19 @@ def _opening_at_end(text: str) -> str:
     return match[0] if match else ""
 
 
-def _messages_of_data(question: Question, extra: Collection[str], grammar: Grammar) -> list[tuple[str, str]]:
+def _messages_of_data(question: Question, neutraliser: Neutraliser) -> list[tuple[str, str]]:
     """Return (role, content) of the messages that the question's row carries, neutralised."""
     if not question.prompt:
         raise UserError(
             f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'; choose"
             " another template"
         )
-    text = neutralise(question.text, extra, grammar)
+    text = neutraliser.neutralise(question.text)
     messages = []
     for message in question.prompt:
-        parts = [_neutralise_but_tags(part, extra, grammar) for part in message.parts]
+        parts = [neutraliser.neutralise_but_tags(part) for part in message.parts]
         messages.append((message.role, text.join(parts)))
     return messages
-
-
-def _neutralise_but_tags(text: str, extra: Collection[str], grammar: Grammar) -> str:
-    """Neutralise a text that explains the protocol: tags that are written exactly stay."""
-    controls = [token for token in extra if token not in grammar.tags and token.strip()]
-    pieces = split_at_tags(text, grammar)
-    for index in range(0, len(pieces), 2):  # the pieces at odd places are tags
-        pieces[index] = neutralise(pieces[index], controls, grammar)
-    joined = "".join(pieces)
-    # A control token that contains a tag is in no single piece.
-    if any(token in joined for token in controls):
-        return neutralise(text, extra, grammar)
-    return joined
 
 
 # --- Prompts that are too long ---
@@ -302,11 +297,11 @@ def prompt_lengths(
     Raises:
         UserError: as `write_prompt`.
     """
-    extra = added_token_strings(tokenizer)
+    neutraliser = make_neutraliser(tokenizer, actions)
     lengths: dict[int, int] = {}
     batch: dict[int, str] = {}  # index of a question -> its prompt, if that may be too long
     for index, question in enumerate(questions):
-        text, _ = write_prompt(question, tokenizer, config, extra, actions)
+        text, _ = write_prompt(question, tokenizer, config, neutraliser, actions)
         if max_num_tokens(text) > max_length:
             batch[index] = text
         if len(batch) == BATCH:

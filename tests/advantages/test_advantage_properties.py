@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from calibadv_jax.advantages.credit import answer_turn_sums, last_sampled_turn, positive_negative_sums
-from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig
+from calibadv_jax.core.registry import ESTIMATORS
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

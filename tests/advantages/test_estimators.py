@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages, describe
+from calibadv_jax.advantages.estimators import compute_advantages, describe
 from calibadv_jax.config import AdvantageConfig
-from calibadv_jax.config.sections.credit import ESTIMATORS as NAMES
+from calibadv_jax.core.registry import ESTIMATORS
 
 
 def test_results_follow_the_order_of_groups_and_trajectories(build):
@@ -227,12 +227,10 @@ def of_scores(build):
     return of_scores
 
 
-def test_registry_holds_every_name_the_config_accepts():
-    assert {name: entry.needs for name, entry in ESTIMATORS.items()} == NAMES
+def test_every_estimator_is_documented_with_its_source():
     page = (Path(__file__).parents[2] / "docs" / "credit.md").read_text(encoding="utf-8")
-    assert (
-        set(re.findall(r"^\| `(\w+)` \|.*\| [^|]+ \|$", page, re.MULTILINE)) >= NAMES.keys()
-    )  # with sources
+    documented = set(re.findall(r"^\| `(\w+)` \|.*\| [^|]+ \|$", page, re.MULTILINE))
+    assert documented >= ESTIMATORS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae"}))

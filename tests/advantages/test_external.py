@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 
-from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.advantages.external import (
     AdvantageSettings,
     TrajectoryRecord,
@@ -20,6 +20,7 @@ from calibadv_jax.advantages.external import (
 )
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS
 
 GROUP = [  # docs/calibadv.md: score, format, and for each turn kind, tokens, documents, thought
     (1.0, True, [("search", 8, "ACD", "find"), ("search", 12, "BEF", "based in"), ("answer", 10, "", "x")]),

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from calibadv_jax.core.tags import TAG_NAMES, neutralise, parse_turn, turn_flaw, well_formed
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import TAG_NAMES, parse_turn, turn_flaw, well_formed
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -30,17 +31,18 @@ FORBIDDEN = (
 
 @hypothesis.given(TEXT, st.sets(st.sampled_from(CONTROL)))
 @hypothesis.settings(max_examples=400)
-def test_no_output_speaks_the_protocol(text, extra):
-    cleaned = neutralise(text, extra)
+def test_no_output_speaks_the_protocol(text, control_tokens):
+    neutraliser = Neutraliser(control_tokens=frozenset(control_tokens))
+    cleaned = neutraliser.neutralise(text)
     assert not [pattern for pattern in FORBIDDEN if pattern.search(cleaned)]
-    assert not [token for token in extra if token in cleaned]
-    assert neutralise(cleaned, extra) == cleaned
+    assert not [token for token in control_tokens if token in cleaned]
+    assert neutraliser.neutralise(cleaned) == cleaned
 
 
 @hypothesis.given(st.text(st.characters(exclude_characters="<("), max_size=80))
 def test_text_without_brackets_keeps_every_word(text):
     hypothesis.assume("previous" not in text.lower())
-    assert neutralise(text, ["<|im_end|>"]) == well_formed(text)
+    assert Neutraliser(control_tokens=frozenset(["<|im_end|>"])).neutralise(text) == well_formed(text)
 
 
 BODY = rf"((?:(?!</?(?:{'|'.join(TAG_NAMES)})>).)*)"

@@ -7,9 +7,8 @@ import pytest
 from evidence_rig import CONFIG, ROOT, changes, config_of, training
 
 from calibadv_jax.config import dump_config
-from calibadv_jax.config.sections.credit import ESTIMATORS
-from calibadv_jax.config.sections.learner import LOSS_KEYS
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS, LOSSES
 from experiments import cold as evidence_cold
 from experiments import runs as evidence
 from experiments.arms import FOUR, Arm, Job, parse_name, plan
@@ -85,7 +84,7 @@ def test_training_starts_from_its_seeds_cold_start(tmp_path):
 def test_each_estimator_and_loss_is_an_arm():
     configs = [training(job.arm) for job in plan("each", [9])]
     assert {config.advantage.name for config in configs} == {"calibadv", *ESTIMATORS} - {"dr_grpo"}
-    assert {config.loss.name for config in configs} == set(LOSS_KEYS)
+    assert {config.loss.name for config in configs} == set(LOSSES)
     assert any(not config.advantage.normalize_std for config in configs)  # which is dr_grpo
     moved = [len(changes(Arm(job.arm.method, "1.9e-3"))) for job in plan("each", [9])]
     different = {dump_config(replace(config, run=configs[0].run)) for config in configs}

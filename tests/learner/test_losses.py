@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from loss_cases import batch_of, columns, packed, sample
 
 from calibadv_jax.config import LossConfig
+from calibadv_jax.core.registry import LOSSES
 from calibadv_jax.learner.batching import pack
-from calibadv_jax.learner.losses import LOSSES
 from calibadv_jax.learner.objective import policy_gradient
 
 LOW, HIGH = 0.2, 0.3

@@ -11,10 +11,10 @@ import pytest
 from loss_cases import columns, packed, sample
 
 from calibadv_jax.config import LossConfig
-from calibadv_jax.config.sections.learner import LOSS_KEYS, SEQUENCE_LOSSES
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import LOSSES
 from calibadv_jax.learner.batch_factors import TrainedTokens
-from calibadv_jax.learner.losses import LOSSES, Tokens, check_loss, find_loss
+from calibadv_jax.learner.losses import Tokens, check_loss, find_loss
 
 SOURCE = """
 def doubled(tokens, config):
@@ -128,10 +128,9 @@ def test_documented_loss_runs(tmp_path, monkeypatch):
     assert metrics["actor/pg_clipfrac"] == 1
 
 
-@pytest.mark.parametrize("name", LOSS_KEYS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_loss_reads_its_own_keys_only(name):
     """Except `dual_clip`, which the losses that scale vanilla read at its default of 0."""
-    assert LOSS_KEYS.keys() == LOSSES.keys() > set(SEQUENCE_LOSSES)
     config, read = LossConfig(name=name, aggregation="sequence_mean"), set()
 
     class Recorder:
@@ -139,14 +138,14 @@ def test_loss_reads_its_own_keys_only(name):
             read.add(key)
             return getattr(config, key)
 
-    loss, row = LOSSES[name], columns([-1.0, -2.0])
+    loss, row = find_loss(name), columns([-1.0, -2.0])
     assert check_loss(config) == [] if name == "vanilla" else loss.summary in check_loss(config)[0]
     factors = None
     if loss.batch_factor:
         trained = TrainedTokens(*np.array([[1.0, -1.0], [0.5, 0.5], [-1.0, -2.0], [-1.0, -2.0]]))
         factors = columns(loss.batch_factor(trained, Recorder(), np.random.default_rng(0)))
     loss.terms(Tokens(row, row, row, row, row < 0, (row < 0).astype(int), factors), Recorder())
-    assert set(LOSS_KEYS[name]) <= read <= {*LOSS_KEYS[name], "dual_clip"}
+    assert set(LOSSES[name].keys) <= read <= {*LOSSES[name].keys, "dual_clip"}
 
 
 @pytest.mark.parametrize(

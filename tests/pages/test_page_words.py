@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.generated_run import write_run
-from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig, Config
 from calibadv_jax.contrib.pages.site import Site
 from calibadv_jax.contrib.pages.transcript import plain, signed
+from calibadv_jax.core.registry import ESTIMATORS
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.step import sample_logprobs
-from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
+from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler
@@ -203,7 +203,7 @@ def test_untrusted_text_makes_no_control_token(tokenizer):
     assert sum(token in control for token in prompted) == count
     for tag in TAGS:
         assert tokenizer.decode(prompted).count(tag) == tokenizer.decode(plain).count(tag)
-    shown = neutralise_documents([Document("1", hostile, hostile)], tokenizer)
+    shown = make_neutraliser(tokenizer).neutralise_documents([Document("1", hostile, hostile)])
     ids, _ = Observations(tokenizer, 4096, "").information(format_documents(shown))
     assert not control & set(ids.tolist())
     text = tokenizer.decode(ids)

@@ -9,7 +9,8 @@ from loop_fakes import DOCUMENT, EOS, QUESTION
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import QueryRefused, UserError
-from calibadv_jax.core.tags import INVALID_ACTION, QUERY_REFUSED, neutralise
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import INVALID_ACTION, QUERY_REFUSED
 from calibadv_jax.core.trajectory import Document
 
 SEARCH = "<think> a </think>\n<search> ann </search>"
@@ -143,9 +144,9 @@ def test_refused_query_is_shown_and_opens_the_next_turn(loop, monkeypatch, prepe
 
 
 def test_document_cannot_say_that_a_query_was_refused():
-    shown = neutralise(f"Ann. {QUERY_REFUSED} {QUERY_REFUSED.upper()}")
+    shown = Neutraliser().neutralise(f"Ann. {QUERY_REFUSED} {QUERY_REFUSED.upper()}")
     assert "take this query" not in shown.lower()
-    assert neutralise(shown) == shown
+    assert Neutraliser().neutralise(shown) == shown
 
 
 @pytest.mark.parametrize("failure", [UserError("retriever is down"), asyncio.CancelledError()])

@@ -16,7 +16,8 @@ from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import AdvantageConfig, PromptConfig, RewardConfig, RolloutConfig
 from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import Grammar, neutralise, refusal_text
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import Grammar, refusal_text
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import Rows, RowShape, token_weights
 from calibadv_jax.learner.step import make_sample
@@ -247,10 +248,10 @@ def check_batch(trajectories, advantages, pack_length):
 
 def harmless(document, tokenizer, grammar):
     """A document of as many tokens that says nothing."""
-    extra = added_token_strings(tokenizer)
+    neutraliser = Neutraliser(grammar, added_token_strings(tokenizer))
 
     def blank(text):
-        shown = neutralise(text, extra, grammar).encode()
+        shown = neutraliser.neutralise(text).encode()
         return bytes(byte if byte in b">\n" else ord("x") for byte in shown).decode()
 
     return replace(document, title=blank(document.title), text=blank(document.text))

@@ -14,7 +14,8 @@ from loop_fakes import QUESTION, DictRetriever, ScriptedSampler, context_of
 
 from calibadv_jax.config import Config, McpConfig, RewardConfig, ToolConfig
 from calibadv_jax.core.interfaces import Action, Reply
-from calibadv_jax.core.tags import Grammar, neutralise
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import Grammar
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.rewards.score import score_trajectory
 from calibadv_jax.rollout.agent import run_trajectory
@@ -69,16 +70,16 @@ class HostileRetriever(DictRetriever):
 @pytest.mark.medium
 def test_ten_thousand_hostile_replies_are_text(byte_tokenizer):
     actions = make_actions(Config(tools=[ToolConfig(name) for name in OWN_TOOLS]))
-    grammar = Grammar(NAMES)
+    neutraliser = Neutraliser(Grammar(NAMES), frozenset([CONTROL]))
     for number in range(10_000):
         text, action = hostile(number), actions[number % len(actions)]
         max_length = Random(number).choice([2, 4096])
         reply = Reply((Document(text, text, text),), text)
-        shown = action.render(neutralise_reply(reply, action, byte_tokenizer, grammar, max_length))
+        shown = action.render(neutralise_reply(reply, action, byte_tokenizer, neutraliser, max_length))
         assert not FORBIDDEN.search(shown)
         assert shown.count("Doc 1(Title:") == 1
         assert shown.encode(), "no lone surrogate is left"
-        assert max_length == 2 or neutralise(text, [CONTROL], grammar) in shown
+        assert max_length == 2 or neutraliser.neutralise(text) in shown
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def body_of(name, session):
     return session
 
 
-def check_trajectory(trajectory, order, session, sampler, grammar):
+def check_trajectory(trajectory, order, session, sampler, neutraliser):
     """The mask is on what the policy wrote; the replies stand between the environment's tags, as text."""
     assert trajectory.error is None
     assert [turn.kind for turn in trajectory.turns] == [*order, "answer"]
@@ -114,7 +115,7 @@ def check_trajectory(trajectory, order, session, sampler, grammar):
         opening, inside, closing = re.split("(?<=<information>)|(?=</information>)", turn.observation_text)
         assert (opening.strip(), closing.strip()) == ("<information>", "</information>")
         assert not FORBIDDEN.search(inside)
-        reply = neutralise(hostile(f"{turn.kind} {session}"), [CONTROL], grammar)
+        reply = neutraliser.neutralise(hostile(f"{turn.kind} {session}"))
         assert reply.strip() in inside, "it was shown, but as text"
 
 
@@ -144,4 +145,4 @@ def test_hostile_replies_of_every_action_forge_no_turn_mask_or_reward(byte_token
             await asyncio.gather(*(action.close() for action in actions))
 
     for number, trajectory in enumerate(asyncio.run(write_all())):
-        check_trajectory(trajectory, orders[number], str(number), sampler, context.grammar)
+        check_trajectory(trajectory, orders[number], str(number), sampler, context.neutraliser)

@@ -14,7 +14,7 @@ from config_rig import changed
 from record_rig import keep, make_groups, scored, unknown
 
 from calibadv_jax import cli
-from calibadv_jax.advantages.estimators import ESTIMATORS, compute_advantages
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.config import Config
 from calibadv_jax.contrib.audit.evidence import GROUP, SEARCH, Evidence, EvidencePair, Variant
 from calibadv_jax.contrib.audit.measures import MEASURES, VERDICTS
@@ -23,6 +23,7 @@ from calibadv_jax.contrib.cli.audit import credit_again
 from calibadv_jax.contrib.cli.replay import comparison_rows, equal_turns, kept_config
 from calibadv_jax.contrib.cli.replay import replay as replay_step
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.reader import find_step, read_step

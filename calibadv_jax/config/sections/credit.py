@@ -10,36 +10,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
+from calibadv_jax.core.registry import ANSWER_REWARDS, ESTIMATORS
 from calibadv_jax.core.user_functions import is_address
 
-ANSWER_REWARDS = ("f1", "em", "cover_em")
 JUDGE = "judge"
 # The metric that says whether the judge and the exact match agree.
 JUDGE_AGREEMENT = "judge_agreement"
 USER_FUNCTION = "my_package.my_module:function"
-# What each built-in estimator needs besides the scores: "" for nothing; "current" or "initial" for the golden
-# answer's log-probabilities under that policy; "critic" for the critic's values. The estimators are
-# registered in `advantages.estimators.ESTIMATORS`, on a higher floor; a test compares the two tables.
-ESTIMATORS = {
-    "grpo": "",
-    "dr_grpo": "",
-    "grpo_neutral": "",
-    "grpo_acceptable": "",
-    "grpo_passk": "",
-    "rloo": "",
-    "opo": "",
-    "gpg": "",
-    "reinforce_plus_plus": "",
-    "reinforce_plus_plus_baseline": "",
-    "querygroup": "",
-    "gigpo": "",
-    "mt_grpo": "",
-    "stepsearch": "",
-    "igpo": "current",
-    "a2tgpo": "current",
-    "tips": "initial",
-    "gae": "critic",
-}
 CALIBRATED = "calibadv"
 
 
@@ -193,17 +170,22 @@ class AdvantageConfig(Section):
         return self.base if self.is_calibrated else self.name
 
     @property
+    def _needs(self) -> str:
+        """What the estimator needs beside scores; see `registry.Estimator`."""
+        entry = ESTIMATORS.get(self.estimator)
+        return entry.needs if entry is not None else ""
+
+    @property
     def has_critic(self) -> bool:
         """Whether the estimator needs a critic."""
-        return ESTIMATORS.get(self.estimator) == "critic"
+        return self._needs == "critic"
 
     @property
     def probed(self) -> tuple[str, ...]:
         """Policies under which the golden answer's log-probability after every turn is computed."""
         policies: set[str] = set(self.probes)
-        need = ESTIMATORS.get(self.estimator)
-        if need in ("current", "initial"):
-            policies.add(need)
+        if self._needs in ("current", "initial"):
+            policies.add(self._needs)
         return tuple(sorted(policies))
 
     def _faults(self) -> Iterator[str]:

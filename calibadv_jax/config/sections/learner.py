@@ -9,31 +9,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
+from calibadv_jax.core.registry import LOSSES
 from calibadv_jax.core.user_functions import is_address
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "sequence_sum_norm"]
-
-_CLIP = ("clip_low", "clip_high")
-# Built-in loss -> the keys that it reads and some other losses do not. A loss of the user's own may read all
-# keys. The formulas are in `learner.losses.LOSSES`.
-LOSS_KEYS: dict[str, tuple[str, ...]] = {
-    "vanilla": (*_CLIP, "dual_clip"),
-    "cispo": (*_CLIP, "drop_above"),
-    "gspo": _CLIP,
-    "gmpo": _CLIP,
-    "gpg": (),
-    "clip_cov": (*_CLIP, "cov_share", "cov_low", "cov_high"),
-    "kl_cov": ("cov_share", "cov_kl_coef"),
-    "lld": (*_CLIP, "dual_clip", "lld_coef", "lld_gating"),
-    "balance": (*_CLIP, "balance_ratio"),
-    "balance_detached": (*_CLIP, "balance_ratio"),
-    "sapo": ("tau_positive", "tau_negative"),
-    "dppo_tv": (*_CLIP, "ratio_cap"),
-    "dppo_kl": (*_CLIP, "ratio_cap"),
-    "dro": ("dro_beta",),
-}
-# Losses that are a mean over trajectories.
-SEQUENCE_LOSSES = ("gspo", "gmpo", "sapo")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -127,7 +106,7 @@ class LossConfig(Section):
     def _faults(self) -> Iterator[str]:
         if not is_address(self.name):
             yield from self._name_faults()
-        if self.name in SEQUENCE_LOSSES and self.aggregation != "sequence_mean":
+        if self.name in LOSSES and LOSSES[self.name].is_sequence_mean and self.aggregation != "sequence_mean":
             yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
         for key in ("dual_clip", "importance_high"):
             bound = getattr(self, key)
@@ -170,14 +149,14 @@ class LossConfig(Section):
 
     def _name_faults(self) -> Iterator[str]:
         """Refuse an unknown loss, and changed keys that only other losses read."""
-        if self.name not in LOSS_KEYS:
+        if self.name not in LOSSES:
             yield (
-                f"loss.name is {self.name}: it must be one of {', '.join(LOSS_KEYS)}, "
+                f"loss.name is {self.name}: it must be one of {', '.join(LOSSES)}, "
                 "or a function of your own as package.module:function"
             )
             return
-        optional_keys = {key for keys in LOSS_KEYS.values() for key in keys}
-        unread_keys = optional_keys.difference(LOSS_KEYS[self.name])
+        optional_keys = {key for entry in LOSSES.values() for key in entry.keys}
+        unread_keys = optional_keys.difference(LOSSES[self.name].keys)
         pydantic_class: Any = LossConfig
         for key, field in pydantic_class.__pydantic_fields__.items():
             value = getattr(self, key)

@@ -32,13 +32,14 @@ from calibadv_jax.contrib.support_search import (
 )
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
-from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, format_documents, neutralise
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, format_documents
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, encode, neutralise_documents
+from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import build_model
@@ -83,9 +84,10 @@ def run(config: Config) -> None:
     find = find_varied_support if config.sft.first_query == "varied" else find_support
     observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
     observations = observations.for_action(search_actions[0])
+    neutraliser = make_neutraliser(tokenizer, actions)
 
     def shown_to_policy(documents: Sequence[Document]) -> str:
-        listed = format_documents(neutralise_documents(documents, tokenizer, grammar))
+        listed = format_documents(neutraliser.neutralise_documents(documents))
         _, text = observations.information(listed)
         return text
 
@@ -190,9 +192,7 @@ def demonstrate(
         The demonstration, or a key of CAUSES where there is none.
     """
 
-    def clean(text: str) -> str:
-        return neutralise(text, grammar=grammar)
-
+    clean = Neutraliser(grammar).neutralise
     first_query = lookups[0].query if lookups else question.text
     if question.text in first_query:
         thought = "I have to look this up."

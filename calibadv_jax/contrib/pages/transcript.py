@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from calibadv_jax.advantages.baselines import mean_and_std
 from calibadv_jax.advantages.calibadv import variant_keys
 from calibadv_jax.advantages.credit import last_non_empty, positive_negative_sums
-from calibadv_jax.advantages.estimators import ESTIMATORS
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.tags import CLOSE_INFORMATION
 from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
@@ -210,7 +210,7 @@ def observation_parts(text: str) -> list[dict[str, Any]]:
         The parts in order, each ``{"text", "document"}``: the index of the document that it shows, or None.
 
     Documents are located by the headers that the agent loop writes; no document can forge one
-    (`tags.neutralise`). An observation that was cut may lack the last documents.
+    (`neutraliser.Neutraliser`). An observation that was cut may lack the last documents.
     """
     before, *documents = re.split(r'(?=Doc \d+\(Title: ")', text)
     parts: list[dict[str, Any]] = [{"text": before, "document": None}]

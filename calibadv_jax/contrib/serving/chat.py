@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.answers import holds_answer
-from calibadv_jax.core.tags import Grammar, neutralise, to_printable_line
+from calibadv_jax.core.neutraliser import Neutraliser
+from calibadv_jax.core.tags import Grammar, to_printable_line
 from calibadv_jax.core.trajectory import Document, Trajectory, Turn
 from calibadv_jax.metrics.shown_steps import LONGEST_LINE, answer_line, truncate
 
@@ -181,7 +182,7 @@ class ChatReply:
         yield "data: [DONE]\n\n"
 
     def _shown(self, text: str) -> str:
-        return to_printable_line(neutralise(text, grammar=self._grammar))
+        return to_printable_line(Neutraliser(self._grammar).neutralise(text))
 
     def _document(self, document: Document) -> dict[str, str]:
         return {
