@@ -39,6 +39,10 @@ if act == "stays":  # as vLLM's server with a completion under way, and its engi
     engine = subprocess.Popen(["sleep", "600"])
     with open(book + ".pids", "w") as file:
         file.write(f"{os.getpid()} {engine.pid}")
+if act == "loads":
+    with open(book + ".pids", "w") as file:
+        file.write(f"{os.getpid()}")
+    signal.pause()
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self):
@@ -81,11 +85,11 @@ def launch(tmp_path):
         port = free.getsockname()[1]
     started = []
 
-    def start(*acts, restarts=10, more=()):
+    def start(*acts, restarts=10, more=(), through=()):
         files = [str(tmp_path / "server.py"), str(tmp_path / "book"), ",".join(acts)]
         options = ["--model", str(tmp_path), "--port", str(port), "--restarts", str(restarts)]
         options += ["--port_file", str(tmp_path / "port"), *more]
-        command = [sys.executable, "-c", LAUNCHER, *files, *options]
+        command = [*through, sys.executable, "-c", LAUNCHER, *files, *options]
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         started.append(process)
         return process, f"http://127.0.0.1:{port}"
@@ -167,10 +171,26 @@ def test_restarts_that_are_left_are_counted(launch):
     assert "restart" not in lines[3]
 
 
+# A parent of the launcher, which only waits for it.
+PARENT = ("sh", "-c", '"$@" --parent_pid=$$ & wait', "sh")
+
+
 @pytest.mark.medium
-def test_launcher_leaves_with_its_parent_before_the_server_is_ready(launch, tmp_path):
-    process, _ = launch("serves", more=["--parent_pid=-1"])  # no process has it
-    assert process.wait(60) == 0 and not (tmp_path / "port").exists()
+@pytest.mark.parametrize("act", ["loads", "stays"])
+def test_launcher_and_server_leave_with_the_parent(launch, tmp_path, act):
+    """Before the server is ready, and after it."""
+    parent, _ = launch(act, through=PARENT)
+    expected = tmp_path / ("port" if act == "stays" else "book.pids")
+    while not (expected.is_file() and expected.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    pids = [int(pid) for pid in (tmp_path / "book.pids").read_text().split()]
+    assert all(map(is_running, pids))
+    parent.kill()
+    assert parent.stderr.read() == ""  # until the launcher, which has it too, has ended
+    while any(map(is_running, pids)):
+        time.sleep(0.05)
+    assert (tmp_path / "port").exists() == (act == "stays")
 
 
 def is_running(pid):
