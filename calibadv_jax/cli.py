@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,13 @@ from calibadv_jax.config import Config, dump_config, hint_for_key, load_config
 from calibadv_jax.core.cpu import CPU_DEVICES, tune_for_cpu, use_large_pages
 from calibadv_jax.core.errors import INPUT_STATUS, UserError, exit_status, storage_errno, storage_path
 from calibadv_jax.core.secrets import redact
-from calibadv_jax.core.signals import exit_process
+from calibadv_jax.core.signals import exit_process, exit_process_now
 
 # Largest width of a policy whose matrix products use no more than one core.
 SMALL_WIDTH = 512
 # Exit status after Ctrl-C: 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
+PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 # Commands in calibadv_jax.commands; the others are in calibadv_jax.contrib.cli.
 CORE = ("sft", "train", "evaluate", "export")
 
@@ -126,6 +128,8 @@ def calibadv(argv: Sequence[str] | None = None) -> NoReturn:
     if command in PROGRAMS:
         module, _ = PROGRAMS[command]
         os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    # Without PyTorch, which nothing here needs, transformers would warn that it is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if command in TOOLS:
         _run_tool(command, arguments)
     if command not in COMMANDS:
@@ -266,19 +270,24 @@ def run_and_exit(work: Callable[[], object]) -> NoReturn:
     """Do the work and end the process; see `exit_process`.
 
     The exit status is 0 after success; 2 after a `UserError`, and 75 after an `EnvironmentFailure` or a full
-    disk, both printed as one line ``error: …``; 130 after Ctrl-C. Another exception is a defect and shows its
-    traceback.
+    disk, both printed as one line ``error: …``; 130 after Ctrl-C; 141 if nobody reads the output any more.
+    Another exception is a defect and shows its traceback.
 
     Args:
         work: Called without arguments.
     """
     try:
         work()
+        sys.stdout.flush()
     except SystemExit as stopped:
         exit_process(stopped.code)
     except UserError as error:
         sys.stderr.write(f"error: {redact(str(error))}\n")
         exit_process(exit_status(error))
+    except BrokenPipeError:
+        if not _is_output_closed():
+            raise
+        exit_process_now(PIPE_CLOSED)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         exit_process(INTERRUPTED)
@@ -292,6 +301,16 @@ def run_and_exit(work: Callable[[], object]) -> NoReturn:
         )
         exit_process(exit_status(error))
     exit_process(0)
+
+
+def _is_output_closed() -> bool:
+    """Whether the reader of standard output has ended, as in ``calibadv configs | head``."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)  # errors are reported without being asked for
+    except (OSError, ValueError):  # it is no file
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ ADVICE = {
     "qdrant_client": "pip install qdrant-client",
 }
 # Values of --retriever_name that search the web.
-WEB_NAMES = ("serpapi",)
+WEB_NAMES = ("serpapi", "serper", "searxng")
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,11 @@ def _is_web_search(options: Namespace) -> bool:
 
 WEB_OPTIONS = {
     "web_budget": Option("web search: largest number of requests to send in all", 0),
-    "web_endpoint": Option("web search: another address of the same API"),
+    "web_endpoint": Option("web search: another address of the same API; SearXNG's has no default"),
 }
+
+# Options of the service that say how the folder of an index is opened.
+FOLDER_OPTIONS = ("engine", "faiss_gpu", "mmap", "skip_checksum")
 
 KINDS: dict[str, Kind] = {
     "faiss": Kind(
@@ -149,7 +152,7 @@ KINDS: dict[str, Kind] = {
             "retriever.contrib.qdrant:Collection",
             is_chosen=_is_qdrant_collection,
             required_options=("qdrant_collection", "retriever_name"),
-            excluded_options=("corpus_path", *WEB_OPTIONS),
+            excluded_options=("corpus_path", *FOLDER_OPTIONS, *WEB_OPTIONS),
             builder_options=("qdrant_url", "qdrant_collection"),
         ),
     ),
@@ -159,7 +162,14 @@ KINDS: dict[str, Kind] = {
             "retriever.contrib.web:WebSearch",
             is_chosen=_is_web_search,
             required_options=("cache_path", "web_budget"),
-            excluded_options=("corpus_path", "index_path", "retriever_model"),
+            excluded_options=(
+                "corpus_path",
+                "index_path",
+                "retriever_model",
+                *FOLDER_OPTIONS,
+                "qdrant_search",
+                "qdrant_text",
+            ),
             workers=1,  # Two searches at the same time would pay twice for equal queries.
         ),
     ),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Exit status after a failure of the environment: the same command may succeed later. It is EX_TEMPFAIL, which
@@ -15,6 +17,9 @@ ENVIRONMENT_STATUS = 75
 TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Characters shown of another library's message.
 REASON_LENGTH = 160
+# Variables of the environment that name proxies. Their values may hold passwords.
+_PROXIES = ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY")
+PROXY_VARIABLES = (*_PROXIES, *(name.lower() for name in _PROXIES))
 
 
 class RetrieverError(Exception):
@@ -36,6 +41,21 @@ class RequestFailed(Exception):
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def explained_proxies() -> Iterator[None]:
+    """Raise RetrieverError if the proxies of the environment prevent making an HTTP client."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if "proxy" not in str(error):
+            raise
+        names = ", ".join(name for name in PROXY_VARIABLES if os.environ.get(name))
+        raise RetrieverError(
+            f"{names}: the proxy cannot be used ({reason(error)}); pip install 'httpx[socks]' for socks5://,"
+            " or unset it"
+        ) from error
 
 
 def status_of(work: Callable[[], object], interrupted: str = "interrupted") -> int:

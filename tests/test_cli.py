@@ -191,8 +191,38 @@ def test_command_without_a_config_is_run_by_the_package(tmp_path):
     assert "nowhere" in ran.stderr
 
 
+@pytest.mark.parametrize(
+    "words", [["configs"], ["train", "--config", "configs/quickstart.yaml", "--dry-run"]]
+)
+def test_reader_that_ends_early_is_no_defect(words):
+    """As `head`; the pipe is closed before the program writes."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "calibadv_jax", *words]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.PIPE_CLOSED, "")
+
+
 def test_bad_override_is_a_user_error(config_file, capsys):
     run = raising(AssertionError("ran"))
     assert status_of(run, ["--config", str(config_file), "learner.step=3"]) == 2
     message = capsys.readouterr().err
     assert message == "error: command line: unknown key 'learner.step'; did you mean 'learner.steps'?\n"
+
+
+@pytest.mark.medium
+def test_missing_torch_is_no_warning():
+    """Nothing here needs it."""
+    code = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
+from calibadv_jax import cli
+try:
+    cli.calibadv(["train", "--help"])
+except SystemExit:
+    import transformers
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "PyTorch" not in ended.stderr

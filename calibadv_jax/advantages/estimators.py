@@ -46,7 +46,9 @@ def find_estimator(config: AdvantageConfig) -> Estimator:
     if config.estimator in ESTIMATORS:
         return ESTIMATORS[config.estimator]
     key = "advantage.base" if config.is_calibrated else "advantage.name"
-    function = import_user_function(config.estimator, key, ("groups", "config"), _EXPECTED_FUNCTION)
+    function = import_user_function(
+        config.estimator, key, ("groups", "config"), _EXPECTED_FUNCTION, tuple(config.args)
+    )
     docstring = (function.__doc__ or "the result of that function").strip()
     summary = docstring.partition("\n")[0]
     template = summary.replace("{", "{{").replace("}", "}}")  # `formula` formats it
@@ -137,7 +139,7 @@ def _estimate(estimator: Estimator, groups: Sequence[Group], config: AdvantageCo
     if config.estimator in ESTIMATORS:
         return _estimated_credit(groups, estimator.function(groups, config))
     try:
-        estimate = estimator.function(groups, config)
+        estimate = estimator.function(groups, config, **config.args)
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
             f"advantages: {config.estimator} failed: {describe_failure(error)}; correct it"

@@ -167,14 +167,14 @@ def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
 def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any], folder: Path) -> str:
     """Return generation_config.json, with which readers sample as in training by default.
 
-    The `folder` may have the file of the policy that the training began with. Only its padding and beginning
-    tokens are kept: its temperature and penalties are not those of the training.
+    The `folder` may have the file of the policy that the training began with. Only its end-of-text, padding
+    and beginning tokens are kept: its temperature and penalties are not those of the training.
     """
     initial = {}
     if (folder / GENERATION).is_file():
         initial = read_json(folder / GENERATION)
     tokens = {
-        "eos_token_id": hf_config.get("eos_token_id", initial.get("eos_token_id")),
+        "eos_token_id": _all_ids(hf_config.get("eos_token_id"), initial.get("eos_token_id")),
         "bos_token_id": initial.get("bos_token_id", hf_config.get("bos_token_id")),
         "pad_token_id": initial.get("pad_token_id", hf_config.get("pad_token_id")),
     }
@@ -187,6 +187,20 @@ def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any],
     else:
         fields["do_sample"] = False
     return json.dumps(fields, indent=2) + "\n"
+
+
+def _all_ids(*fields: int | list[int] | None) -> int | list[int] | None:
+    """Return the token ids of fields that hold one, several or none, in the same form."""
+    ids: set[int] = set()
+    for field in fields:
+        if isinstance(field, int):
+            ids.add(field)
+        elif field:
+            ids.update(field)
+    ordered = sorted(ids)
+    if len(ordered) == 1:
+        return ordered[0]
+    return ordered or None
 
 
 def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any], adapter: bool) -> str:

@@ -50,6 +50,7 @@ from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.folder import COLD_START
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
+from calibadv_jax.run.tracking import COLD_START_KIND, describe_run
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
@@ -128,7 +129,7 @@ def _run(config: Config, console: Console) -> None:
     )
     with stop, ColdStart(config, identity, learner, initial, console) as cold_start:
         batches = _all_batches(config, updates, training, model.tokenizer, cold_start.step)
-        _train(config, cold_start, batches, schedule, total, held_out, stop)
+        _train(config, cold_start, batches, schedule, updates, held_out, stop)
         write_text(folder / COLD_START, dump_config(config))
         hub.write_pins(folder, model.pins)
         dtype = config.policy.param_dtype
@@ -154,24 +155,31 @@ def _train(
     cold_start: ColdStart,
     batches: Iterator[Batch],
     schedule: Schedule,
-    total: int,
+    updates: Sequence[int],
     held_out: Batch | None,
     stop: Stop,
 ) -> None:
-    """Train on the batches, up to update `total`.
+    """Train on the batches of all phases; `updates`: number of updates of each.
 
     Raises UserError if the training diverged: the parameters are not finite, or no update is finite, for
     guards.patience_steps updates in a row or from the first to the last.
     """
     folder = Path(config.run.dir) / "sft_metrics"
     console = cold_start.console
+    total = sum(updates)
+    headings: dict[int, str] = {}
+    if config.sft.demonstrations == "world":
+        headings = phase_headings(config.sft.phases, updates, cold_start.step)
     first = cold_start.step + 1
     patience = min(config.guards.patience_steps, total)
     guards = Guards(dataclasses.replace(config.guards, patience_steps=patience), "sft.optimizer.lr")
-    backends = open_backends(config.log, folder, first, console.warn)
+    description = describe_run(config, Path(config.run.dir), COLD_START_KIND)
+    backends = open_backends(config.log, folder, first, console.warn, description)
     with MetricsWriter(folder, backends, first) as writer, console.live("cold start"):
         for step, batch in enumerate(batches, first):
             is_last = step == total
+            if step in headings:
+                console.note(headings[step])
             console.begin_step(step, total)
             rate = float(schedule(step - 1))
             with stop.held():
@@ -187,6 +195,26 @@ def _train(
                 cold_start.updated(state)
             if is_last or step % LOGGED_EVERY == 0:
                 console.step(step, total, metrics)
+
+
+def phase_headings(phases: Sequence[SftPhase], updates: Sequence[int], done: int) -> dict[int, str]:
+    """Return a line for the first update of each phase, by its number, and for the first one after `done`.
+
+    Args:
+        phases: The phases, with generated demonstrations.
+        updates: The number of updates of each.
+        done: The number of updates that an earlier start has made.
+    """
+    headings = {}
+    start = 0
+    for number, (phase, count) in enumerate(zip(phases, updates, strict=True), 1):
+        first = max(start, done) + 1
+        start += count
+        if first <= start:
+            line = f"phase {number} of {len(phases)}: {phase.kind}, updates {start - count + 1} to {start}"
+            is_change = number > 1 and first > done + 1
+            headings[first] = f"{line}; other demonstrations, so the loss jumps" if is_change else line
+    return headings
 
 
 def _update(cold_start: ColdStart, batch: Batch, rate: float) -> tuple[State, dict[str, float]]:

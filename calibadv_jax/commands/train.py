@@ -16,7 +16,7 @@ import jax
 
 from calibadv_jax.advantages.estimators import AdvantageResult, compute_advantages
 from calibadv_jax.config import Config
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import Faults, UserError
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.signals import Stop
@@ -31,18 +31,20 @@ from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.metrics.shown_steps import StepReporter
 from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.policy.adapters import Adapters
+from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
 from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout_store.trajectory_table import COLUMNS, trajectory_table
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import check_processes_agree
 from calibadv_jax.run.folder import check_service, enter_run_folder
-from calibadv_jax.run.model import Model, build_model
+from calibadv_jax.run.model import Model, build_model, check_start
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.trainer import UpdateResult
-from calibadv_jax.run.wiring import check_inputs, open_rollouts
+from calibadv_jax.run.wiring import check_inputs, impatient, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
 if TYPE_CHECKING:
@@ -155,16 +157,26 @@ def _prepare(
     Returns:
         The model, the questions whose prompts fit, and the number of questions whose prompts are too long.
     """
-    for line in describe_choices(config):
-        console.say(line)
-    questions = load_questions(config.data.train, config.data.columns)
-    for line in answer_warnings(questions, "data.train"):
-        console.warn(line)
-    check_questions(questions, config.data.weights, config.prompt.template)
-    check_inputs(config, console.warn)
-    with console.phase(f"{len(questions)} questions; loading the policy", announce=True):
+    faults = Faults()
+    questions: list[Question] = []
+    with faults.collected():
+        questions = load_questions(config.data.train, config.data.columns)
+        for line in answer_warnings(questions, "data.train"):
+            console.warn(line)
+        check_questions(questions, config.data.weights, config.prompt.template)
+        check_evidence(questions, config.reward)
+    with console.phase(f"{len(questions)} questions; loading the policy", announce=True), faults.collected():
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
-        fitting, num_overlong = _fitting_questions(config, model, questions, console)
+        if _begins_with_weights(config):
+            check_start(config, model)
+    # Services come last. After a fault the start ends anyway, so they are asked once and not waited for.
+    with faults.collected():
+        for line in describe_choices(impatient(config) if faults else config):
+            console.say(line)
+    with faults.collected():
+        check_inputs(impatient(config) if faults else config, console.warn)
+    faults.raise_all()
+    fitting, num_overlong = _fitting_questions(config, model, questions, console)
     check_processes_agree(config, model, fitting, process_group)
 
     def enter_folder() -> bool:
@@ -173,6 +185,14 @@ def _prepare(
 
     process_group.run_on_main_and_broadcast("run folder", enter_folder)
     return model, fitting, num_overlong
+
+
+def _begins_with_weights(config: Config) -> bool:
+    """Whether this start will read the weights of policy.path, or its first adapters."""
+    is_fresh = newest_step(Path(config.run.dir) / "checkpoints") is None
+    if is_fresh:
+        return not config.run.mirror  # a checkpoint may still come from there
+    return config.keeps_initial_policy or config.policy.lora.rank > 0
 
 
 def _fitting_questions(
@@ -230,6 +250,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
                 if not state.guards.is_broken:  # a policy that is not finite cannot be sampled from
                     step.publish()
                     step.evaluate()
+            step.write_table(groups, advantages)
             shown.show(state.step, step.row, groups)
             for finding in verdict.findings:
                 console.warn(finding)
@@ -415,6 +436,20 @@ class Step:
             metrics = record.write(state.step, groups, advantages.credits, result.logprobs, state.seed)
         self.row.update(metrics)
 
+    def write_table(self, groups: list[Group], advantages: AdvantageResult) -> None:
+        """Hand a table of the trajectories to Weights & Biases and MLflow every log.tables_every steps.
+
+        Args:
+            groups: The scored groups of the step.
+            advantages: The result of `assign_credit` for these groups.
+        """
+        step = self.state.step
+        every = self.config.log.tables_every
+        is_due = every and step % every == 0
+        if is_due and self.process_group.is_main and {"wandb", "mlflow"} & set(self.config.log.backends):
+            rows = trajectory_table(step, groups, advantages.credits)
+            self._writer.write_table(step, COLUMNS, rows)
+
     def check_guards(self) -> Verdict:
         """Return the guards' verdict on the metrics so far.
 
@@ -510,7 +545,9 @@ def open_writers(state: RunState) -> Iterator[tuple[RolloutWriter, MetricsWriter
         backends: list[MetricsBackend] = []
         if config.log.backends:
             from calibadv_jax.metrics.trackers import open_backends
+            from calibadv_jax.run.tracking import describe_run
 
-            backends = open_backends(config.log, folder, first, state.console.warn)
+            description = describe_run(config, folder, "train")
+            backends = open_backends(config.log, folder, first, state.console.warn, description)
         writer = stack.enter_context(MetricsWriter(folder, backends, first))
         yield record, writer

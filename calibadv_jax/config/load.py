@@ -252,7 +252,7 @@ def _checked(loaded: Any, name: str, is_kept: bool = False) -> DictConfig:
     if options:
         raise UserError(
             f"{name}: holds options of the retrieval service ({', '.join(options)}); "
-            f"start the service with it: scripts/launch_retriever.sh --config {name}"
+            f"start the service with it: calibadv retriever --config {name}"
         )
     values: Any = OmegaConf.to_container(loaded)
     drop_removed(values)

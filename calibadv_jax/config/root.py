@@ -45,19 +45,19 @@ class Config(Section):
     world: Annotated[WorldConfig, Mark.UNLEARNED, Mark.COLD_START] = WorldConfig()
     data: Annotated[DataConfig, Mark.PLACE] = DataConfig()
     prompt: Annotated[PromptConfig, Mark.COLD_START] = PromptConfig()
-    rollout: Annotated[RolloutConfig, Mark.TUNED] = RolloutConfig()
-    sampler: Annotated[SamplerConfig, Mark.UNLEARNED, Mark.TUNED] = SamplerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampler: Annotated[SamplerConfig, Mark.UNLEARNED] = SamplerConfig()
     tools: Annotated[list[ToolConfig], Mark.COLD_START] = field(
         default_factory=lambda: [ToolConfig("search")]
     )
     """Actions that the policy may take before it answers (docs/tools.md). An entry may be a name alone, as in
     [search, access]."""
-    retriever: Annotated[RetrieverConfig, Mark.UNLEARNED, Mark.TUNED] = RetrieverConfig()
+    retriever: Annotated[RetrieverConfig, Mark.UNLEARNED] = RetrieverConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    loss: Annotated[LossConfig, Mark.TUNED] = LossConfig()
-    learner: Annotated[LearnerConfig, Mark.TUNED] = LearnerConfig()
-    critic: Annotated[CriticConfig, Mark.TUNED] = CriticConfig()
+    loss: LossConfig = LossConfig()
+    learner: LearnerConfig = LearnerConfig()
+    critic: CriticConfig = CriticConfig()
     guards: Annotated[GuardsConfig, Mark.UNLEARNED] = GuardsConfig()
     sft: Annotated[SftConfig, Mark.UNLEARNED, Mark.COLD_START] = SftConfig()
     checkpoint: Annotated[CheckpointConfig, Mark.UNLEARNED, Mark.PER_RUN] = CheckpointConfig()

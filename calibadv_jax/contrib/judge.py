@@ -21,12 +21,13 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT, JudgeConfig
+from calibadv_jax.contrib.judge_request import REFUSALS, RequestForm
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import RequestFailed, UserError
-from calibadv_jax.core.tags import well_formed
+from calibadv_jax.core.tags import to_printable_line, well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory
 from calibadv_jax.services import http_client
-from calibadv_jax.services.http_client import BadReply, PerLoop, Unreachable
+from calibadv_jax.services.http_client import BadReply, HttpReply, PerLoop, Unreachable, Warn
 
 TOKEN_VARIABLE = "JUDGE_TOKEN"
 REMEMBERED = 100_000  # Verdicts that are kept in memory.
@@ -49,16 +50,45 @@ ADVICE = {
 _MARKUP = re.compile(r"[<>\[\]{}|`#]")  # Characters of chat templates and of Markdown.
 
 
+# Beginning and end of a thought that a server leaves in the text.
+_THOUGHTS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<reasoning>": "</reasoning>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+}
+# Values of finish_reason of a reply that reached its largest length.
+_CUT = ("length", "max_tokens", "model_length")
+
+
+class _Part(BaseModel):
+    """A part of a message; parts of other types than text, such as thoughts, have no text."""
+
+    type: str = "text"
+    text: str | None = None
+
+
 class _Message(BaseModel):
     """The part of a chat completion that is read: the text of a message."""
 
-    content: str | None = None
+    content: str | list[_Part] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text, without parts of other types."""
+        if isinstance(self.content, str):
+            return self.content
+        texts = [part.text or "" for part in self.content or () if part.type == "text"]
+        return "".join(texts)
 
 
 class _Choice(BaseModel):
     """One of the completion's alternatives."""
 
     message: _Message
+    finish_reason: str | None = None
 
 
 class _Completion(BaseModel):
@@ -82,13 +112,16 @@ class JudgeClient:
 
     Args:
         config: the section `reward.judge`, with a URL and a model.
+        warn: takes a line when the endpoint takes requests in another form only.
 
     Raises:
         UserError: if the file with the instructions cannot be read, or is empty.
     """
 
-    def __init__(self, config: JudgeConfig):
+    def __init__(self, config: JudgeConfig, warn: Warn = lambda _: None):
         self.config = config
+        self.warn = warn
+        self.form = RequestForm()
         self.url = config.url.rstrip("/")
         self.prompt = read_prompt(config.prompt)
         self._connections = PerLoop(self._connect)
@@ -167,17 +200,7 @@ class JudgeClient:
     async def _request(self, http: aiohttp.ClientSession, data: str) -> float:
         """Send one request, and return the verdict in its reply."""
         key = secrets.token_hex(8)
-        body = {
-            "model": self.config.model,
-            "messages": [
-                {"role": "system", "content": f"{self.prompt}\n\n{VERDICT.format(key=key)}"},
-                {"role": "user", "content": data},
-            ],
-            "temperature": 0,
-            "max_tokens": self.config.max_tokens,
-        }
-        address = f"{self.url}/chat/completions"
-        reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
+        reply = await self._post(http, f"{self.prompt}\n\n{VERDICT.format(key=key)}", data)
         if reply.is_unavailable:
             raise Unreachable(reply.excerpt, reply.retry_after)
         if reply.status in ADVICE:
@@ -191,7 +214,45 @@ class JudgeClient:
                 f"the reply is no chat completion ({http_client.excerpt(reply.body)}); correct"
                 " reward.judge.url"
             ) from error
-        return read_verdict(choice.message.content or "", key)
+        text = choice.message.text
+        if choice.finish_reason == "content_filter":
+            raise BadReply("the endpoint withheld the reply (content_filter)")
+        if choice.finish_reason in _CUT or is_cut_thought(text):
+            raise BadReply(
+                f"the reply was cut off after {len(text)} letters; raise"
+                f" reward.judge.max_tokens={self.config.max_tokens}, within which the judge also thinks"
+            )
+        return read_verdict(text, key)
+
+    async def _post(self, http: aiohttp.ClientSession, instructions: str, data: str) -> HttpReply:
+        """Return the reply to a request, which is sent again in another form if its form is refused."""
+        address = f"{self.url}/chat/completions"
+        while True:
+            form = self.form
+            body = form.body(self.config.model, instructions, data, self.config.max_tokens)
+            reply = await http_client.request(http, "POST", address, LONGEST_REPLY, json=body)
+            if reply.status not in REFUSALS:
+                return reply
+            adapted = form.adapted(reply.body)
+            if adapted == form:
+                return reply
+            if self.form == form:  # no other request has changed it meanwhile
+                self.form = adapted
+                refusal = to_printable_line(reply.excerpt)
+                self.warn(f"judge {self.url} is asked with {adapted.differences()}; it refused: {refusal}")
+
+
+def is_cut_thought(text: str) -> bool:
+    """Return whether a reply consists of a thought without an end.
+
+    Args:
+        text: text of the reply, which begins with its thought if the server has left that in.
+    """
+    stripped = text.lstrip()
+    for opening, closing in _THOUGHTS.items():
+        if stripped.startswith(opening):
+            return closing not in stripped
+    return False
 
 
 def user_message(question: str, golden_answers: tuple[str, ...], answer: str) -> str:

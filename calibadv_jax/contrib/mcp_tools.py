@@ -409,7 +409,9 @@ class McpAction(Action):
             argument: the tool's arguments, from `parse`.
 
         Returns:
-            The texts of the result, one a line, and its resources with a text as documents.
+            The texts of the result, one a line, and its resources with a text as documents. Structured
+            content follows the texts unless they hold it: some servers send it as text too, others only
+            announce it.
 
         Raises:
             ActionRefused: if the server does not take the arguments, or the tool reports an error.
@@ -429,8 +431,10 @@ class McpAction(Action):
                 texts.append(f"{block.name}: {block.uri}")
             else:
                 texts.append(f"[{block.type}]")
-        if not result.content and result.structured_content is not None:
-            texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+        structured = result.structured_content
+        shown = [*texts, *(document.text for document in documents)]
+        if structured is not None and not _is_shown(structured, shown):
+            texts.append(json.dumps(structured, ensure_ascii=False))
         text = "\n".join(texts)
         if result.is_error:
             raise ActionRefused(text)
@@ -439,6 +443,27 @@ class McpAction(Action):
     async def close(self) -> None:
         """Close the connection of the server in the running event loop."""
         await self._server.close()
+
+
+def _is_shown(structured: Any, texts: list[str]) -> bool:
+    """Return whether texts hold structured content, as JSON or, below its only key, a text for each item."""
+    contents = [_from_json(text) for text in texts]
+    forms = [structured]
+    if isinstance(structured, dict) and len(structured) == 1:  # servers wrap a value that is no object
+        forms += structured.values()
+    for form in forms:
+        items = form if isinstance(form, list) else [form]
+        if form in contents or form == "\n".join(texts) or items in (contents, texts):
+            return True
+    return False
+
+
+def _from_json(text: str) -> Any:
+    """Return the value of a text of JSON; other text as it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _type_name(schema: Any) -> str:

@@ -38,6 +38,9 @@ def with_golden_logprobs(
 ) -> tuple[list[Group], dict[str, float]]:
     """Compute the golden answer's log-probability before each turn.
 
+    It is that of the policy as it is sampled, at the learner's temperature: the chance that a trajectory
+    would write the answer.
+
     Args:
         learner: computes log-probabilities.
         policies: name of each policy, such as "current" or "initial", and its parameters.

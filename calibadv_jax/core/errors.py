@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 # Exit status after a mistake in config, data or arguments: the same command fails again.
 INPUT_STATUS = 2
 # Exit status EX_TEMPFAIL of sysexits.h: the same command may succeed later.
 ENVIRONMENT_STATUS = 75
+# Errors of a full disk, or of a quota that is used up.
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Errors of the operating system that may pass without a change of the input.
-TRANSIENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+TRANSIENT_ERRNOS = (*FULL_DISK_ERRNOS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
 # Errors of a disk that cannot be written.
 STORAGE_ERRNOS = (*TRANSIENT_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM)
 # Start of every refusal by our engine inside a vLLM worker.
@@ -33,6 +36,63 @@ class UserError(Exception):
 
 class EnvironmentFailure(UserError):
     """The environment failed, not the input: a service is unreachable, a lock is held, a process ended."""
+
+
+class SeveralErrors(UserError):
+    """Several faults of the input, which were found together.
+
+    Attributes:
+        errors: The error of each fault.
+    """
+
+    def __init__(self, errors: Sequence[UserError]):
+        self.errors = tuple(errors)
+        listed = "; ".join(f"({number}) {error}" for number, error in enumerate(self.errors, 1))
+        super().__init__(f"{len(self.errors)} faults: {listed}")
+
+
+class Faults:
+    """Collects the faults of an input, so that they are named together.
+
+    Attributes:
+        errors: The errors so far, each once.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.errors)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep the error with which the block ends, if it is a UserError, and go on behind the block."""
+        try:
+            yield
+        except UserError as error:
+            messages = {str(earlier_error) for earlier_error in self.errors}
+            self.errors += [fault for fault in each_fault(error) if str(fault) not in messages]
+
+    def raise_all(self) -> None:
+        """Raise the errors as one; nothing without any.
+
+        Raises:
+            UserError: The error itself if there is only one.
+            EnvironmentFailure: All faults are of the environment.
+        """
+        if not self.errors:
+            return
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        together = SeveralErrors(self.errors)
+        if all(isinstance(error, EnvironmentFailure) for error in self.errors):
+            raise EnvironmentFailure(str(together))
+        raise together
+
+
+def each_fault(error: UserError) -> tuple[UserError, ...]:
+    """Return the errors that were raised together, or the error alone."""
+    return error.errors if isinstance(error, SeveralErrors) else (error,)
 
 
 def exit_status(error: BaseException) -> int:

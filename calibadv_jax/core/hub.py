@@ -33,16 +33,16 @@ from calibadv_jax.core.files import write_json
 DATASETS = "hf://datasets/"
 # File of a run's folder that holds the commits which the run uses.
 PINS_FILE = "hub.json"
+TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 DATA_SUFFIXES = (
     ".parquet",
-    ".jsonl",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".jsonl.gz",
-    ".json.gz",
-    ".tsv.gz",
-    ".csv.gz",
+    ".arrow",
+    ".feather",
+    ".orc",
+    ".zip",
+    *TEXT_SUFFIXES,
+    *(text + packed for text in TEXT_SUFFIXES for packed in PACKED_SUFFIXES),
 )
 # Patterns of a policy's files. They leave out weights of other frameworks, which many repositories hold too.
 TOKENIZER_FILES = (
@@ -234,6 +234,13 @@ def _errors(repository: str, kind: str, revision: str) -> Iterator[None]:
         # The hub may answer again later; the other errors need another input.
         failure = EnvironmentFailure if error_type is HfHubHTTPError else UserError
         raise failure(f"{repository} ({kind} on {hub}): {advice}") from error
+    except ValueError as error:
+        if "proxy" not in str(error):
+            raise
+        raise UserError(
+            f"{repository} ({kind} on {hub}): cannot be asked: {one_line(error)}; correct the variable of the"
+            " environment that names it (ALL_PROXY, HTTPS_PROXY), such as socks5://HOST:PORT"
+        ) from error
 
 
 def _advice_for(error: Exception) -> tuple[type[Exception], str]:

@@ -43,8 +43,8 @@ class Neutraliser:
         grammar: Tags of the actions.
         control_tokens: Strings that the tokenizer takes for control tokens; blank ones stay in a text
             (`rollout.observation.added_token_strings`).
-        normalise: What the tokenizer does with a text before it looks for tokens, such as NFKC, which makes
-            tags of full-width characters. None: nothing.
+        normalise: The tokenizer's normaliser, which changes a text before tokens are looked for. NFKC, for
+            example, makes tags of full-width characters. None: the tokenizer has none.
     """
 
     grammar: Grammar = SEARCH_GRAMMAR

@@ -1,4 +1,4 @@
-"""Registries of what a config key chooses by name: losses, estimators and rewards of answers.
+"""Registries of the parts that a config key names: losses, estimators and rewards of answers.
 
 Each entry stands here once, with the address of its function and its needs, so that the config knows the
 names and keys without importing a module that computes: JAX must not be imported before the command line

@@ -13,25 +13,13 @@ import numpy as np
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_formed
 from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.data.chats import ROLES, message_role, message_text
 from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question
 from calibadv_jax.data.row_files import read_rows
 
-# Key of a row's messages -> the keys of role and text in each message: OpenAI's names, and ShareGPT's.
-CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-# Name of a role in published chats -> role.
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
-}
+# Keys of a row's messages.
+CHATS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
 _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')
 
@@ -233,19 +221,19 @@ def _chat_turns(
 
 
 def _parse_messages(value: Any, key: str, where: str) -> list[_ChatMessage]:
-    role_key, text_key = CHATS[key]
     items = value if isinstance(value, list) else []
     messages = []
     for number, item in enumerate(items, 1):
-        role = ROLES.get(str(item.get(role_key))) if isinstance(item, dict) else None
-        if role is None or not isinstance(item.get(text_key), str):
+        role = message_role(item)
+        text = message_text(item)
+        if role is None or text is None:
             raise UserError(
-                f"{where}: message {number} of {key!r} must be an object with {role_key!r} "
-                f"({', '.join(ROLES)}) and a text {text_key!r}, got {str(item)[:80]!r}; "
+                f"{where}: message {number} of {key!r} must be an object with 'role' or 'from' "
+                f"({', '.join(ROLES)}) and a text 'content' or 'value', got {str(item)[:80]!r}; "
                 "write a tool call as <search> query </search>"
             )
         is_trained = item.get("weight", 1) != 0
-        messages.append(_ChatMessage(role, well_formed(item[text_key]), is_trained))
+        messages.append(_ChatMessage(role, well_formed(text), is_trained))
     if not messages:
         raise UserError(f"{where}: {key!r} must be a non-empty list, got {str(value)[:80]!r}")
     return messages

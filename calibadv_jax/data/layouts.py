@@ -6,10 +6,6 @@ The keys of a row decide its layout. The layouts come from Search-R1 (`scripts/d
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,35 +13,94 @@ from typing import Any
 
 from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.data.row_files import OPEN_LIST, DataRow, parse_list
+from calibadv_jax.data.chats import as_chat, only_request
+from calibadv_jax.data.golden_answers import (
+    NO_AND_YES,
+    answer_texts,
+    undo_pandas_number,
+    values_of,
+)
+from calibadv_jax.data.multiple_choice import (
+    CHOICE_COLUMNS,
+    CHOICE_KEYS,
+    check_no_choices,
+    gold_key,
+    read_choices,
+    right_choices,
+    with_choices,
+)
+from calibadv_jax.data.row_files import DataRow
 
 NO_COLUMNS = ColumnsConfig()
 # The text before the question in the prompts of Search-R1 and of the CalibAdv authors.
 MARKER = "Question:"
 # Keys of a row's id, of its question and of its answers, the preferred one first.
-IDS = ("id", "_id", "question_id", "query_id", "qid")
-QUESTIONS = ("question", "Question", "query", "problem", "Prompt")
-ANSWERS = ("answers", "answer", "Answer", "golden_answers", "ground_truth")
+IDS = (
+    "id",
+    "_id",
+    "ID",
+    "question_id",
+    "query_id",
+    "qid",
+    "QuestionId",
+    "task_id",
+    "example_id",
+    "uid",
+    "uuid",
+)
+QUESTIONS = (
+    "question",
+    "Question",
+    "query",
+    "problem",
+    "Prompt",
+    "question_text",
+    "RawQuestion",
+    "question_stem",
+    "instruction",
+    "input",
+)
+ANSWERS = (
+    "answers",
+    "answer",
+    "Answer",
+    "golden_answers",
+    "ground_truth",
+    "expected_answer",
+    "reference_answer",
+    "final_answer",
+    "Final answer",
+    "gold_answers",
+    "gold_answer",
+    "gt_answer",
+    "correct_answer",
+    "Correct Answer",
+    "answer_list",
+    "short_answers",
+    "short_answer",
+    "target",
+)
+# Keys of chats that hold a question, and of the answers beside them.
+CHATS = ("prompt", "messages", "conversations", "context_messages")
+CHAT_ANSWERS = (
+    "ground_truth",
+    "solution",
+    "answer",
+    "answers",
+    "label",
+    "golden_answers",
+    "expected_answer",
+    "reference_answer",
+    "target",
+)
 
 _MISSING = object()
-# Answers that published files encode as 0 and 1.
-_NO_AND_YES = ("no", "yes")
-# Text between answers that are written as one text.
-_SEPARATOR = re.compile(r"<\|?\w*(?:split|sep)\w*\|?>|\[SEP\]|<br ?/?>", re.IGNORECASE)
+# Keys that a message shows of a row at most.
+_SHOWN_KEYS = 30
 # Text that only instructions hold, and no question.
 _INSTRUCTION = re.compile(
     r"</?(?:think|search|answer|information|access|tool\w*)>|[Tt]hink step by step|\\boxed"
 )
-
-
-class NoAnswer(UserError):
-    """A row without a valid answer, such as a row of a test set whose answers are withheld.
-
-    Attributes:
-        source: data_source of the row; `questions.read_questions` sets it.
-    """
-
-    source = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +156,7 @@ def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> 
     Raises:
         UserError: The row lacks a named key, or has no known layout.
     """
-    row_keys = ", ".join(map(str, row)) or "none"
+    row_keys = ", ".join(map(str, list(row)[:_SHOWN_KEYS])) or "none"
     if columns.question or columns.answer:
         question_key = columns.question or "question"
         answer_key = columns.answer or "answer"
@@ -115,85 +170,24 @@ def layout_of(row: DataRow, where: str, columns: ColumnsConfig = NO_COLUMNS) -> 
     for layout in LAYOUTS:
         if row.keys() >= set(layout.keys):
             return layout
+    chat_key = next((key for key in CHATS if key in row), "")
+    if chat_key:
+        raise UserError(
+            f"{where}: a chat in {chat_key!r} without golden answers: the keys are {row_keys}; name the "
+            f"answers' column (--question {chat_key} --answer KEY; data.columns); demonstrations are read by "
+            "sft.demonstrations"
+        )
     raise UserError(
         f"{where}: no known layout: the keys are {row_keys}; name the columns "
         "(--question, --answer; data.columns); docs/data.md lists the known layouts"
     )
 
 
-def undo_pandas_number(value: Any) -> Any:
-    """Undo what pandas makes of numbers: NaN and infinity become None, a whole float an integer."""
-    if not isinstance(value, float):
-        return value
-    if not math.isfinite(value):
-        return None
-    return int(value) if value.is_integer() else value
-
-
-def values_of(value: Any, where: str, key: str) -> list[Any]:
-    """Return the items of a value that are not missing.
-
-    Args:
-        value: A single item, a list of items, or a list that is written as text; see `row_files.parse_list`.
-        where: Place of the row, for messages.
-        key: Key of the value, for messages.
-
-    Returns:
-        Texts, booleans and numbers, without None, NaN and empty texts.
-
-    Raises:
-        UserError: A text begins as a list but is none, or an item has another type.
-    """
-    items = value if isinstance(value, list | tuple) else [value]
-    values: list[Any] = []
-    for item in items:
-        elements = parse_list(item) if isinstance(item, str) else None
-        if elements is not None:
-            values += elements
-            continue
-        if isinstance(value, str) and OPEN_LIST.match(value):
-            raise UserError(
-                f"{where}: key {key!r} begins as a list, but is none: {value[:80]!r}; "
-                'write ["first", "second"]'
-            )
-        values.append(item)
-    cleaned = [undo_pandas_number(item) for item in values]
-    present = [item for item in cleaned if item is not None and item != ""]
-    for item in present:
-        if not isinstance(item, bool | str | int | float):
-            raise UserError(
-                f"{where}: key {key!r} must be text or a list of texts, got {item!r}; correct the row"
-            )
-    return present
-
-
-def answer_texts(value: Any, where: str, key: str) -> list[str]:
-    """Return the distinct golden answers of a value as texts, booleans as yes and no.
-
-    Args:
-        value: An answer or several; see `values_of`. Several may be joined by a separator such as ``<br>``.
-        where: Place of the row, for messages.
-        key: Key of the value, for messages.
-
-    Raises:
-        NoAnswer: There is no answer.
-        UserError: The value is not of texts, booleans and numbers.
-    """
-    answers: list[str] = []
-    for answer in values_of(value, where, key):
-        text = _NO_AND_YES[answer] if isinstance(answer, bool) else str(answer)
-        stripped = [part.strip() for part in _SEPARATOR.split(text)]
-        answers += [part for part in stripped if part]
-    if not answers:
-        raise NoAnswer(f"{where}: key {key!r} holds no answer; remove the row (calibadv prepare-data does)")
-    return _distinct(answers)
-
-
 def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
     """Return the question in a prompt: the rest of the line after the only "Question:".
 
     Args:
-        prompt: A text, or a chat, whose last message is taken.
+        prompt: A text, or a chat, whose last message of the user is taken.
         where: Place of the row, for messages.
         needs_marker: False: a prompt without "Question:" begins with the question.
 
@@ -201,8 +195,7 @@ def question_of(prompt: Any, where: str, needs_marker: bool = True) -> str:
         UserError: "Question:" is missing or occurs several times, or the question cannot be separated from
             the instructions around it.
     """
-    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
-        prompt = prompt[-1].get("content")
+    prompt = only_request(prompt, where)
     text = prompt if isinstance(prompt, str) else ""
     *before, after = text.split(MARKER)
     if len(before) > 1 or (needs_marker and not before):
@@ -257,19 +250,22 @@ def _read_verl(row: DataRow, where: str) -> Fields:
     )
 
 
-def _prompt_reader(answer_key: str, needs_marker: bool = False) -> RowReader:
-    """Return a reader of rows whose prompt holds the question, such as those of RLinf and TRL."""
+def _prompt_reader(answer_key: str, needs_marker: bool = False, prompt_key: str = "prompt") -> RowReader:
+    """Return a reader of rows whose prompt holds the question, such as those of RLinf, TRL and slime.
+
+    A dot in a key leads into an object.
+    """
 
     def read(row: DataRow, where: str) -> Fields:
-        prompt = row.get("prompt")
+        prompt = _value(row, prompt_key)
         question = row.get("question") or question_of(prompt, where, needs_marker)
-        answers = answer_texts(row.get(answer_key), where, answer_key)
+        answers = answer_texts(_value(row, answer_key), where, answer_key)
         return Fields(
             id=_row_id(row),
             question=question,
             answers=answers,
             data_source=row.get("data_source"),
-            prompt=prompt,
+            prompt=as_chat(prompt, has_answer=prompt_key != "prompt"),
         )
 
     return read
@@ -277,11 +273,13 @@ def _prompt_reader(answer_key: str, needs_marker: bool = False) -> RowReader:
 
 def _read_ours(row: DataRow, where: str) -> Fields:
     """Read a row of this project's own layout, or of FlashRAG's."""
-    answers = answer_texts(row.get("golden_answers"), where, "golden_answers")
+    question, answers = _question_and_answers(
+        row, row.get("question"), row.get("golden_answers"), where, "golden_answers"
+    )
     supporting = values_of(row.get("supporting_ids"), where, "supporting_ids")
     return Fields(
         id=row.get("id"),
-        question=row.get("question"),
+        question=question,
         answers=answers,
         data_source=row.get("data_source"),
         supporting=supporting,
@@ -290,8 +288,6 @@ def _read_ours(row: DataRow, where: str) -> Fields:
 
 
 def _read_musique(row: DataRow, where: str) -> Fields:
-    if row.get("answerable") is False:
-        raise NoAnswer(f"{where}: key 'answerable' is false; remove the row (calibadv prepare-data does)")
     answers = answer_texts(row.get("answer"), where, "answer")
     aliases = row.get("answer_aliases") or []
     answers += aliases if isinstance(aliases, list) else [aliases]
@@ -338,71 +334,81 @@ def _read_natural_questions_of_hub(row: DataRow, where: str) -> Fields:
         answers += short_answer.get("text") or []
     for label in annotations.get("yes_no_answer") or []:
         if label in (0, 1):
-            answers.append(_NO_AND_YES[label])
+            answers.append(NO_AND_YES[label])
     question_text = question.get("text")
     answers = answer_texts(answers, where, "annotations.short_answers.text")
     return Fields(id=_row_id(row), question=question_text, answers=answers)
 
 
+def _question_and_answers(
+    row: DataRow, question: Any, answers: Any, where: str, answer_key: str
+) -> tuple[Any, list[str]]:
+    """Return a question and its golden answers; of multiple choice the question with its choices."""
+    choices = read_choices(row)
+    if not choices:
+        check_no_choices(row, answers, where)
+        return question, answer_texts(answers, where, answer_key)
+    key = gold_key(row, answer_key)
+    gold = answers if key == answer_key else row[key]
+    return with_choices(question, choices), right_choices(gold, choices, where, key)
+
+
 def _columns_reader(question_key: str, answer_key: str) -> RowReader:
-    """Return a reader of two keys. A dot in a key leads into an object."""
+    """Return a reader of two keys. A dot in a key leads into an object, or into each object of a list."""
 
     def read(row: DataRow, where: str) -> Fields:
         question = _value(row, question_key)
-        answers = _value(row, answer_key)
-        # A chat ends with the question.
-        if isinstance(question, list) and question and isinstance(question[-1], dict):
-            question = question[-1].get("content")
-        texts = answer_texts(answers, where, answer_key)
-        return Fields(id=_row_id(row), question=question, answers=texts, data_source=row.get("data_source"))
+        if isinstance(question, list | dict):
+            question = only_request(question, where)
+        question, answers = _question_and_answers(row, question, _value(row, answer_key), where, answer_key)
+        return Fields(id=_row_id(row), question=question, answers=answers, data_source=row.get("data_source"))
 
     return read
 
 
-def _browsecomp_reader(question_key: str) -> RowReader:
-    """Return a reader of BrowseComp and BrowseComp-Plus, encrypted as published or not."""
+def _choices_reader(question_key: str) -> RowReader:
+    """Return a reader of multiple choice; a row without choices has its answer under a usual key."""
 
     def read(row: DataRow, where: str) -> Fields:
-        canary = row.get("canary")
-        question = row.get(question_key)
-        answer = row.get("answer")
-        if canary:
-            question = _decrypt(question, canary)
-            answer = _decrypt(answer, canary)
-        answers = answer_texts(answer, where, "answer")
-        documents = [document["docid"] for document in row.get("gold_docs") or []]
-        return Fields(
-            id=row.get("query_id"),
-            question=question,
-            answers=answers,
-            data_source=row.get("data_source"),
-            supporting=documents,
-        )
+        answer_key = next((key for key in (*ANSWERS, "label") if row.get(key) is not None), "answer")
+        return _columns_reader(question_key, answer_key)(row, where)
 
     return read
 
 
-def _decrypt(text: Any, canary: Any) -> Any:
-    """Return the text of base64 that is XORed with the canary's repeated SHA-256; other text unchanged.
+def _read_instruction(row: DataRow, where: str) -> Fields:
+    """Read a row of Alpaca: an instruction, perhaps with an input, and the output."""
+    parts = [row.get("instruction"), row.get("input")]
+    texts = [part.strip() for part in parts if isinstance(part, str) and part.strip()]
+    answers = answer_texts(row.get("output"), where, "output")
+    return Fields(_row_id(row), "\n".join(texts), answers, data_source=row.get("data_source"))
 
-    Source: the BrowseComp evaluation of openai/simple-evals.
-    """
-    try:
-        encrypted = base64.b64decode(text, validate=True)
-        digest = hashlib.sha256(str(canary).encode()).digest()
-        key = itertools.cycle(digest)
-        decrypted = bytes(byte ^ mask for byte, mask in zip(encrypted, key, strict=False))
-        return decrypted.decode()
-    except (TypeError, ValueError):
-        return text
+
+def _read_browsecomp_plus(row: DataRow, where: str) -> Fields:
+    answers = answer_texts(row.get("answer"), where, "answer")
+    documents = [document["docid"] for document in row.get("gold_docs") or []]
+    return Fields(
+        id=row.get("query_id"),
+        question=row.get("query"),
+        answers=answers,
+        data_source=row.get("data_source"),
+        supporting=documents,
+    )
 
 
 def _value(row: DataRow, key: str, missing: Any = None) -> Any:
-    """Return the value of a key, or of a dotted path into objects; `missing` if there is none."""
+    """Return the value of a key, or of a dotted path into objects; `missing` if there is none.
+
+    Of a list of objects it is the list of their values.
+    """
     path = [key] if key in row else key.split(".")
     value: Any = row
     for name in path:
-        value = value.get(name, missing) if isinstance(value, dict) else missing
+        if isinstance(value, list):
+            values = [item.get(name) for item in value if isinstance(item, dict)]
+            value = values if any(item is not None for item in values) else missing
+        else:
+            value = value.get(name, missing) if isinstance(value, dict) else missing
     return value
 
 
@@ -422,10 +428,6 @@ def _lower_keys(row: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(key).lower(): value for key, value in row.items()}
 
 
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
-
-
 def _question_and_answer_layouts() -> list[Layout]:
     """Return a layout for each pair of a question's key and an answer's key."""
     layouts = []
@@ -433,6 +435,27 @@ def _question_and_answer_layouts() -> list[Layout]:
         for question_key in QUESTIONS:
             reader = _columns_reader(question_key, answer_key)
             layouts.append(Layout("question and answer", (question_key, answer_key), reader))
+    return layouts
+
+
+def _choice_layouts() -> list[Layout]:
+    """Return a layout for each pair of a question's key and the keys of choices."""
+    layouts = []
+    for question_key in QUESTIONS:
+        for choice_keys in (*((key,) for key in CHOICE_KEYS), *CHOICE_COLUMNS):
+            reader = _choices_reader(question_key)
+            layouts.append(Layout("multiple choice", (question_key, *choice_keys), reader))
+    return layouts
+
+
+def _chat_layouts() -> list[Layout]:
+    """Return a layout for each pair of a chat's key and an answer's key."""
+    layouts = []
+    for chat_key in CHATS:
+        for answer_key in CHAT_ANSWERS:
+            reader = _prompt_reader(answer_key, prompt_key=chat_key)
+            name = "TRL" if chat_key == "prompt" else "chat"
+            layouts.append(Layout(name, (chat_key, answer_key), reader))
     return layouts
 
 
@@ -463,12 +486,24 @@ LAYOUTS = (
     Layout("Natural Questions", ("question_text", "annotations"), _read_natural_questions, "nq"),
     Layout("Natural Questions", ("question", "annotations"), _read_natural_questions_of_hub, "nq"),
     Layout("FRAMES", ("Prompt", "Answer", "reasoning_types"), _columns_reader("Prompt", "Answer"), "frames"),
-    Layout("BrowseComp", ("problem", "answer", "canary"), _browsecomp_reader("problem"), "browsecomp"),
+    Layout("BrowseComp", ("problem", "answer", "canary"), _columns_reader("problem", "answer"), "browsecomp"),
     Layout(
-        "BrowseComp-Plus", ("query", "query_id", "answer"), _browsecomp_reader("query"), "browsecomp_plus"
+        "BrowseComp-ZH",
+        ("Question", "Answer", "canary"),
+        _columns_reader("Question", "Answer"),
+        "browsecomp_zh",
     ),
+    Layout("xbench", ("prompt", "answer", "canary"), _columns_reader("prompt", "answer"), "xbench"),
+    Layout("BrowseComp-Plus", ("query", "query_id", "answer"), _read_browsecomp_plus, "browsecomp_plus"),
+    *_choice_layouts(),
     *_question_and_answer_layouts(),
-    Layout("TRL", ("prompt", "ground_truth"), _prompt_reader("ground_truth")),
-    Layout("TRL", ("prompt", "solution"), _prompt_reader("solution")),
-    Layout("TRL", ("prompt", "answer"), _prompt_reader("answer")),
+    Layout("Alpaca", ("instruction", "output"), _read_instruction),
+    Layout("NeMo-RL, KILT", ("input", "output"), _columns_reader("input", "output")),
+    Layout("OpenRLHF", ("input", "label"), _columns_reader("input", "label")),
+    Layout(
+        "NeMo Gym",
+        ("responses_create_params", "expected_answer"),
+        _prompt_reader("expected_answer", prompt_key="responses_create_params.input"),
+    ),
+    *_chat_layouts(),
 )

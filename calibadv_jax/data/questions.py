@@ -16,17 +16,12 @@ from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
-from calibadv_jax.core.tags import well_formed
+from calibadv_jax.core.tags import to_printable_line, well_formed
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data.layouts import (
-    NO_COLUMNS,
-    OUR_LAYOUT,
-    Fields,
-    Layout,
-    NoAnswer,
-    layout_of,
-    undo_pandas_number,
-)
+from calibadv_jax.data.chats import message_text
+from calibadv_jax.data.encryption import decrypt_row, looks_encrypted
+from calibadv_jax.data.golden_answers import NoAnswer, check_answerable, undo_pandas_number
+from calibadv_jax.data.layouts import NO_COLUMNS, OUR_LAYOUT, QUESTIONS, Fields, Layout, layout_of
 from calibadv_jax.data.row_files import Sources, find_files, read_rows
 
 ROLES = ("system", "user", "assistant")
@@ -88,8 +83,10 @@ def read_questions(
         UserError: The file is missing or broken, or a row is malformed.
     """
     layout: Layout | None = None
+    question_keys = (columns.question,) if columns.question else (*QUESTIONS, "prompt")
     for number, (where, row) in enumerate(read_rows(path)):
         row = {key: undo_pandas_number(value) for key, value in row.items()}
+        row = decrypt_row(row, question_keys)
         if layout is None:
             layout = layout_of(row, where, columns)
         row_name = f"{path.name.partition('.')[0]}_{number}"
@@ -99,7 +96,7 @@ def read_questions(
                 fields = _split_answers(fields, columns.separator)
             yield where, _question(fields, where)
         except NoAnswer as reason:
-            reason.source = well_formed(str(row.get("data_source") or layout.source or source))
+            reason.source = _name_of(str(row.get("data_source") or layout.source or source))
             yield where, reason
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise UserError(
@@ -113,6 +110,7 @@ def _read_fields(layout: Layout, row: dict[str, Any], where: str, source: str, r
 
     `source` is the data_source of a row that names none, `row_name` the id of a row without one.
     """
+    check_answerable(row, where)
     fields = layout.read(row, where)
     if layout is OUR_LAYOUT and fields.id is not None and fields.data_source:
         return fields
@@ -159,9 +157,15 @@ def _question(fields: Fields, where: str) -> Question:
     question_id = _checked_text("id", question_id, where)
     text = _checked_text("question", fields.question, where)
     data_source = _checked_text("data_source", fields.data_source, where)
+    if looks_encrypted(text):
+        raise UserError(
+            f"{where}: the question is encrypted, or base64 ({text[:40]!r}); keep the column 'canary', which "
+            "holds the key, or decrypt the file as its publisher says"
+        )
     question_id = well_formed(question_id)
     text = well_formed(text)
-    data_source = well_formed(data_source)
+    # A name of metrics and tables: a line end or a control character would break these.
+    data_source = _checked_text("data_source", _name_of(data_source), where)
     answers = tuple(well_formed(answer) for answer in fields.answers)
     supporting_ids = tuple(well_formed(str(passage_id)) for passage_id in fields.supporting)
     prompt = _parse_prompt(fields.prompt, text, where)
@@ -171,9 +175,14 @@ def _question(fields: Fields, where: str) -> Question:
 def _checked_text(key: str, value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise UserError(
-            f"{where}: field {key!r} must be a non-empty string, got {value!r}; correct or remove the row"
+            f"{where}: field {key!r} must be a non-empty string, got {value!r:.80}; correct or remove the row"
         )
     return value
+
+
+def _name_of(text: str) -> str:
+    """Return the name of a data source as one line without control characters."""
+    return to_printable_line(well_formed(text))
 
 
 def answer_warnings(questions: Sequence[Question], key: str) -> list[str]:
@@ -225,7 +234,7 @@ def _parse_prompt(value: Any, question: str, where: str) -> tuple[Message, ...]:
     messages = []
     for item in items:
         role = item.get("role") if isinstance(item, dict) else None
-        content = item.get("content") if isinstance(item, dict) else None
+        content = message_text(item)
         if role not in ROLES or not isinstance(content, str):
             raise UserError(
                 f"{where}: field 'prompt' must be text or a list of objects with 'role' "

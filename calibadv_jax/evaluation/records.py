@@ -185,8 +185,24 @@ def read_scores(path: Path) -> Iterator[ScoredRow]:
     Raises:
         UserError: The file is missing, or no evaluation wrote it.
     """
-    for _, row in _read(path):
+    for _, row in read_rows(path):
         yield _without_transcripts(row)
+
+
+def read_row_at(path: Path, offset: int) -> ScoredRow:
+    """Return the row of the line that begins at a position, with its transcripts.
+
+    Args:
+        path: The file.
+        offset: Position in bytes, as `read_rows` yields it.
+
+    Raises:
+        UserError: No row begins there.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        return _parse_row(file.readline(), f"{path}, byte {offset}")
 
 
 class RowFile:
@@ -217,7 +233,7 @@ class RowFile:
         if not self.path.is_file():
             return
         known_questions = {(question.data_source, question.id, _content(question)) for question in questions}
-        for offset, row in _read(self.path, may_be_cut=True):
+        for offset, row in read_rows(self.path, may_be_cut=True):
             if row["evaluation"] != self.evaluation:
                 self.num_foreign_rows += 1
                 continue
@@ -269,10 +285,15 @@ def _content(question: Question) -> str:
     return content_hash(dataclasses.asdict(question))[:16]
 
 
-def _read(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:
-    """Yield the position in bytes and the row of every line.
+def read_rows(path: Path, may_be_cut: bool = False) -> Iterator[tuple[int, ScoredRow]]:
+    """Yield the position in bytes and the row of every line, with its transcripts.
 
-    With `may_be_cut` a last line without newline is left out. Raises UserError as `read_scores`.
+    Args:
+        path: The file.
+        may_be_cut: Leave out a last line without newline, which an evaluation is writing.
+
+    Raises:
+        UserError: As `read_scores`.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the .jsonl (or the .json beside it) of an evaluation")

@@ -429,11 +429,12 @@ class Loss:
 
 
 @functools.cache  # Programs are compiled for a loss object, so each name has one.
-def find_loss(name: str) -> Loss:
+def find_loss(name: str, keywords: tuple[str, ...] = ()) -> Loss:
     """Return the loss of a name.
 
     Args:
         name: `loss.name`, one of LOSSES or ``package.module:function``.
+        keywords: names of the arguments in `loss.args`.
 
     Returns:
         The loss. A user's own is computed for samples without advantage, too, and its terms raise UserError
@@ -451,12 +452,12 @@ def find_loss(name: str) -> Loss:
             needs_logprobs=entry.needs_logprobs,
             every_sample=entry.every_sample,
         )
-    function = import_user_function(name, "loss.name", ("tokens", "config"), EXPECTED)
+    function = import_user_function(name, "loss.name", ("tokens", "config"), EXPECTED, keywords)
 
     def own_terms(tokens: Tokens, config: LossConfig) -> Terms:
         """Call the user's function; raise UserError if it fails."""
         try:
-            return function(tokens, config)
+            return function(tokens, config, **config.args)
         except Exception as error:  # a function of the user's own may raise anything
             raise UserError(
                 f"loss.name is {name}, but calling it raised {describe_failure(error)}; expected: {EXPECTED}"
@@ -477,7 +478,7 @@ def check_loss(config: LossConfig) -> list[str]:
     Raises:
         UserError: if a loss of the user's own cannot be imported, raises or returns something else.
     """
-    loss = find_loss(config.name)
+    loss = find_loss(config.name, tuple(config.args))
     if is_address(config.name):
         _check_own_loss(loss, config)
     if config.name == "vanilla":

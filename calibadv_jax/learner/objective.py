@@ -341,7 +341,7 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
     Raises:
         UserError: if a loss of the user's own cannot be imported.
     """
-    return PolicyLoss(config, on_policy, find_loss(config.name))
+    return PolicyLoss(config, on_policy, find_loss(config.name, tuple(config.args)))
 
 
 def policy_loss(config: Config) -> PolicyLoss:

@@ -145,6 +145,11 @@ class Console:
         if self._progress:
             self.tell(text)
 
+    def heading(self, text: str) -> None:
+        """Write the name of a stage that begins, unless progress is off."""
+        if self._progress:
+            self.tell(f"── {text} ──", style="bold")
+
     def warn(self, text: str) -> None:
         """Write ``warning: …``, always."""
         self.tell(f"warning: {text}", style="bold yellow")

@@ -23,6 +23,8 @@ _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that powers of it do not v
 GUARDS = {
     "min_entropy": ("actor/entropy", "the policy is nearly deterministic"),
     "min_format_valid": ("reward/format_valid", "the policy left the format"),
+    "min_answered": ("rollout/answered", "the policy avoids answers"),
+    "max_answer_words": ("rollout/answer_words", "answers are padded with words"),
     "max_think_repetition": ("rollout/think_repetition", "the policy repeats itself within a turn"),
     "max_sampled_perplexity": ("rollout/sampled_perplexity", "the policy samples improbable tokens"),
     "max_answer_ratio": ("advantage/answer/ratio_before", "wrong answers are far longer than right ones"),

@@ -66,6 +66,17 @@ class MetricsWriter:
         for backend in self._backends:
             backend.write(step, finite_values)
 
+    def write_table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Hand a table of trajectories to the backends, of which some show it; metrics.jsonl holds none.
+
+        Args:
+            step: Number of the step.
+            columns: Names of the columns.
+            rows: A value for each column: texts, numbers, booleans or None.
+        """
+        for backend in self._backends:
+            backend.write_table(step, columns, rows)
+
     def rewind(self, step: int) -> None:
         """Drop the rows from `step` on, which will be written again."""
         self._file.close()

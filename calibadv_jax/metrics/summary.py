@@ -126,6 +126,9 @@ def _averaged_values(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[f
         "rollout/invalid": [_num_turns_of_kind(trajectory, "invalid") > 0 for trajectory in trajectories],
         "rollout/truncated": [_has_truncated_turn(trajectory) for trajectory in trajectories],
     }
+    answer_words = [_relative_answer_length(trajectory) for trajectory in trajectories if trajectory.answer]
+    if answer_words:
+        values["rollout/answer_words"] = answer_words
     for name in sorted({name for trajectory in trajectories for name in trajectory.metrics}):
         # A metric that a trajectory lacks does not apply to it.
         values[f"reward/{name}"] = [
@@ -143,6 +146,14 @@ def _averaged_values(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[f
 
 def _num_valid_turns(trajectory: Trajectory) -> int:
     return sum(turn.is_action or turn.kind == "answer" for turn in trajectory.turns)
+
+
+def _relative_answer_length(trajectory: Trajectory) -> float:
+    """Return the words of an answer as a multiple of those of the golden answer nearest in length."""
+    num_words = len(str(trajectory.answer).split())
+    golden_lengths = [max(1, len(golden.split())) for golden in trajectory.question.golden_answers]
+    nearest = min(golden_lengths, key=lambda length: abs(length - num_words), default=1)
+    return num_words / nearest
 
 
 def _num_turns_of_kind(trajectory: Trajectory, kind: str) -> int:

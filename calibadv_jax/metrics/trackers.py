@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,25 @@ from calibadv_jax.core.files import wrap_disk_errors, write_text
 from calibadv_jax.metrics.catalogue import find_metric
 
 MLFLOW_BATCH = 1000  # number of values that MLflow accepts in one call
+MLFLOW_PARAMETERS = 100  # number of parameters, and of tags, that MLflow accepts in one call
+MLFLOW_VALUE = 500  # letters of a parameter that every version of MLflow's server accepts
+# Tag in which MLflow's page looks for tables; `MlflowClient.log_table` writes it, but needs pandas.
+MLFLOW_TABLES = "mlflow.loggedArtifacts"
+MLFLOW_TABLES_LISTED = 50  # newest tables in that tag, whose length is limited
+
+
+@dataclass(frozen=True)
+class RunDescription:
+    """How services name a run, and what they show of its config."""
+
+    name: str  # such as "quickstart-calibadv/seed-0"
+    group: str = ""  # runs that belong together, such as the seeds of "quickstart-calibadv"
+    kind: str = "train"  # of the run: train or cold start
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # the config, nested, without secrets
+
+    def flat_parameters(self) -> dict[str, str]:
+        """Return dotted key -> value as text."""
+        return {key: _as_text(value) for key, value in _flatten(self.parameters)}
 
 
 class MetricsBackend(ABC):
@@ -29,33 +50,45 @@ class MetricsBackend(ABC):
     def rewind(self, step: int) -> None:  # noqa: B027 services keep the newest value of a step
         """Prepare for writing the steps from `step` on again."""
 
+    def write_table(  # noqa: B027 files and gauges hold no tables
+        self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        """Write a table of the step's trajectories; `rows` has a value for each column."""
+
     @abstractmethod
     def close(self) -> None:
         """Write what is left, and release the backend."""
 
 
 def open_backends(
-    log: LogConfig, directory: Path, start_step: int | None, warn: Callable[[str], object] = lambda _: None
+    log: LogConfig,
+    directory: Path,
+    start_step: int | None,
+    warn: Callable[[str], object] = lambda _: None,
+    description: RunDescription | None = None,
 ) -> list[MetricsBackend]:
     """Open the backends that log.backends names.
 
     Args:
         log: The section `log`.
-        directory: Folder of the run; services call the run by its name.
+        directory: Folder of the metrics.
         start_step: First step that will be written; an earlier attempt may have written it already.
         warn: Takes a line when a service has gone.
+        description: How services name the run; None: by the last two folders of `directory`.
 
     Raises:
         UserError: A package is missing, or a service cannot be used.
     """
+    if description is None:
+        description = RunDescription("/".join(directory.resolve().parts[-2:]).strip("/"))
     backends: list[MetricsBackend] = []
     for name in log.backends:
         if name == "tensorboard":
             backends.append(TensorBoard(directory, start_step))
         elif name == "wandb":
-            backends.append(WeightsAndBiases(log, directory))
+            backends.append(WeightsAndBiases(log, directory, description))
         elif name == "mlflow":
-            backends.append(MLflow(log, directory, warn))
+            backends.append(MLflow(log, directory, warn, description))
         elif name == "prometheus":
             backends.append(Prometheus(log))
         else:
@@ -121,14 +154,17 @@ class WeightsAndBiases(MetricsBackend):
     replace the curve.
     """
 
-    def __init__(self, log: LogConfig, directory: Path) -> None:
+    def __init__(self, log: LogConfig, directory: Path, description: RunDescription) -> None:
         wandb = _import_package("wandb", "wandb")
+        self._make_table = wandb.Table
         id_file = directory / "wandb_run_id"
         try:
             self._run = wandb.init(
                 project=log.project,
                 resume="allow",
-                name=directory.name,
+                name=description.name,
+                group=description.group or None,
+                job_type=description.kind,
                 dir=str(directory),
                 id=_read_id(id_file),
             )
@@ -137,10 +173,18 @@ class WeightsAndBiases(MetricsBackend):
                 f"log.backends: no Weights & Biases ({one_line(error)}); log in, or set WANDB_MODE=offline"
             ) from error
         write_text(id_file, self._run.id)
+        # A resumed run may have other values of some keys (checkpoint.allow_change).
+        self._run.config.update(dict(description.parameters), allow_val_change=True)
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
+
+    def write_table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._make_table(
+            columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True
+        )
+        self._run.log({"step": step, "trajectories": table})
 
     def close(self) -> None:
         self._run.finish()
@@ -152,22 +196,31 @@ class MLflow(MetricsBackend):
     A server that goes away does not end the run: the values that it missed are sent after a later step.
     """
 
-    def __init__(self, log: LogConfig, directory: Path, warn: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        log: LogConfig,
+        directory: Path,
+        warn: Callable[[str], object],
+        description: RunDescription,
+    ) -> None:
         mlflow = _import_package("mlflow", "mlflow-skinny")
         self._error = mlflow.exceptions.MlflowException
         self._make_metric = mlflow.entities.Metric
+        self._make_parameter = mlflow.entities.Param
+        self._make_tag = mlflow.entities.RunTag
         self._warn = warn
         self._is_away = False  # whether the server failed at the last attempt
         self._unsent: list[Any] = []
         try:
             self._client = mlflow.MlflowClient()
-            self._run_id = self._open_run(log.project, directory)
+            self._run_id = self._open_run(log.project, directory, description)
+            self._send_parameters(description)
         except self._error as error:
             raise EnvironmentFailure(
                 f"log.backends: no MLflow: {one_line(error)}; set MLFLOW_TRACKING_URI"
             ) from error
 
-    def _open_run(self, project: str, directory: Path) -> str:
+    def _open_run(self, project: str, directory: Path, description: RunDescription) -> str:
         """Return the id of this run's MLflow run, which an earlier attempt may have created."""
         id_file = directory / "mlflow_run_id"
         if not _read_id(id_file):
@@ -176,10 +229,41 @@ class MLflow(MetricsBackend):
                 experiment_id = experiment.experiment_id
             else:
                 experiment_id = self._client.create_experiment(project)
-            run = self._client.create_run(experiment_id, run_name=directory.name)
+            run = self._client.create_run(experiment_id, run_name=description.name)
             write_text(id_file, run.info.run_id)
         run_id: str = self._client.get_run(_read_id(id_file)).info.run_id
         return run_id
+
+    def _send_parameters(self, description: RunDescription) -> None:
+        """Send the config. MLflow's parameters never change: another value at a later start becomes a tag."""
+        present = self._client.get_run(self._run_id).data.params
+        parameters = []
+        tags = [self._make_tag("kind", description.kind), self._make_tag("group", description.group)]
+        for key, text in description.flat_parameters().items():
+            value = text[:MLFLOW_VALUE]
+            if key not in present:
+                parameters.append(self._make_parameter(key, value))
+            elif present[key] != value:
+                tags.append(self._make_tag(f"changed/{key}", value))
+        for start in range(0, len(parameters), MLFLOW_PARAMETERS):
+            self._client.log_batch(self._run_id, params=parameters[start : start + MLFLOW_PARAMETERS])
+        for start in range(0, len(tags), MLFLOW_PARAMETERS):
+            self._client.log_batch(self._run_id, tags=tags[start : start + MLFLOW_PARAMETERS])
+
+    def write_table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        path = f"trajectories/step_{step}.json"
+        content = json.dumps({"columns": list(columns), "data": [list(row) for row in rows]})
+        try:
+            self._client.log_text(self._run_id, content, path)
+            listed = self._client.get_run(self._run_id).data.tags.get(MLFLOW_TABLES, "[]")
+            tables = [table for table in json.loads(listed) if table["path"] != path]
+            tables.append({"path": path, "type": "table"})
+            self._client.set_tag(self._run_id, MLFLOW_TABLES, json.dumps(tables[-MLFLOW_TABLES_LISTED:]))
+        except Exception as error:  # every kind of artifact store raises the errors of its own library
+            self._warn(
+                f"log.tables_every: MLflow does not take the table of step {step} ({one_line(error)}); the"
+                " run's rollouts folder has the trajectories"
+            )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         milliseconds = time.time_ns() // 1_000_000
@@ -252,6 +336,20 @@ class Prometheus(MetricsBackend):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value; lists and empty sections count as values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _as_text(value: Any) -> str:
+    """Return a text as it is, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _read_id(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,27 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's stretching of rotary embeddings (``rope_type: yarn``, arXiv 2309.00071).
+
+    Attributes:
+        factor: divisor of the low frequencies.
+        original_length: context length of the pretraining, in tokens.
+        attention_factor: factor of the cosines and sines.
+        beta_fast: dimensions that turn more often than this within `original_length` keep their frequency.
+        beta_slow: the frequencies of dimensions that turn less often than this are divided.
+        truncate: whether the bounds between the two are rounded to whole dimensions.
+    """
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and variants of a decoder.
 
@@ -50,7 +72,7 @@ class Architecture:
         head_dim: H, width of a head.
         rms_norm_eps: added to the mean square before its root is taken.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: Llama 3's scaling of the rotary frequencies; None: unscaled.
+        rope_scaling: Llama 3's or YaRN's scaling of the rotary frequencies; None: unscaled.
         tie_word_embeddings: whether the output head is the embedding table.
         qkv_bias: whether the projections to queries, keys and values have a bias.
         out_bias: whether the attention's output projection has a bias.
@@ -68,7 +90,7 @@ class Architecture:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     tie_word_embeddings: bool
     qkv_bias: bool
     out_bias: bool
@@ -133,8 +155,8 @@ def architecture_from_hf(config: Mapping[str, Any], source: str = "config.json")
         The shapes of the decoder.
 
     Raises:
-        UserError: if the model type, the activation or the rope_type is not supported, sliding-window
-            attention is on, or a size or a field of Llama 3's rope scaling is missing.
+        UserError: if the model type, the activation or the rope_type is not supported, the weights are
+            quantised, sliding-window attention is on, or a size or a field of the rope scaling is missing.
     """
     _refuse_unsupported(config, source)
     model_type = config["model_type"]
@@ -165,6 +187,13 @@ def _refuse_unsupported(config: Mapping[str, Any], source: str) -> None:
     model_type = config.get("model_type")
     if model_type not in SUPPORTED:
         raise UserError(f"{source}: model_type is {model_type!r}; supported are {', '.join(SUPPORTED)}")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise UserError(
+            f"{source}: quantization_config is {method!r}; quantised or integer weights are not supported:"
+            " give the folder of the unquantised model, or remove the field if they are not"
+        )
     if config.get("use_sliding_window"):
         raise UserError(f"{source}: use_sliding_window is on, which is not supported; set it to false")
     activation = config.get("hidden_act", "silu")
@@ -197,17 +226,69 @@ def _head_dim(config: Mapping[str, Any], num_heads: int, source: str) -> int:
     return _size(config, "hidden_size", source) // num_heads
 
 
-def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of config.json that describes the rotary embeddings; empty without one.
+
+    It is rope_scaling before transformers 5, and rope_parameters from then on. transformers, too, reads the
+    first where a file has both.
+    """
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+
+
+def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | YarnScaling | None]:
     """Return the base of the rotary frequencies and their scaling."""
-    # transformers, too, reads rope_scaling where a file has both fields.
-    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    parameters = rope_fields(config)
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_ROPE_THETA)
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "default":
         return theta, None
-    if rope_type != "llama3":
-        raise UserError(f"{source}: rope_type is {rope_type!r}; supported are 'default' and 'llama3'")
-    return theta, _llama3_scaling(config, parameters, source)
+    if rope_type == "llama3":
+        return theta, _llama3_scaling(config, parameters, source)
+    if rope_type == "yarn":
+        return theta, _yarn_scaling(config, parameters, source)
+    raise UserError(
+        f"{source}: rope_type is {rope_type!r}; supported are 'default', 'llama3' and 'yarn'. Unless the"
+        " model was trained with the scaling, remove it there (rope_scaling or rope_parameters): the model"
+        " then has its native context length"
+    )
+
+
+def _yarn_scaling(config: Mapping[str, Any], parameters: Mapping[str, Any], source: str) -> YarnScaling:
+    length_field = "original_max_position_embeddings"
+    positions = config.get("max_position_embeddings")
+    original_length = config.get(length_field) or parameters.get(length_field) or positions
+    if original_length is None:
+        raise UserError(f"{source}: rope_type 'yarn' lacks {length_field}; add it")
+    factor = parameters.get("factor")
+    if factor is None and positions is not None:
+        factor = positions / original_length
+    if factor is None:
+        raise UserError(f"{source}: rope_type 'yarn' lacks factor; add it")
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = _yarn_attention_factor(float(factor), parameters)
+    truncate = parameters.get("truncate")
+    return YarnScaling(
+        factor=float(factor),
+        original_length=int(original_length),
+        attention_factor=float(attention_factor),
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=True if truncate is None else bool(truncate),
+    )
+
+
+def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> float:
+    """Return the factor of the cosines and sines that follows from the factor of the frequencies."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale = parameters.get("mscale")
+    mscale_all_dim = parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
 
 
 def _llama3_scaling(config: Mapping[str, Any], parameters: Mapping[str, Any], source: str) -> RopeScaling:

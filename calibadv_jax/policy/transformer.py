@@ -1,7 +1,8 @@
 """One decoder for Qwen2/2.5, Qwen3 and Llama 3.x (Flax NNX), with its layers stacked on a leading axis.
 
-From top to bottom: numerics, linear layers, rotary embeddings, attention, MLP, decoder layer, decoder.
-The attention formulas are in `attention`, the token look-up in `embedding`, RMS norm and gate in `kernels`.
+From top to bottom: numerics, linear layers, attention, MLP, decoder layer, decoder. The attention formulas
+are in `attention`, rotary embeddings in `rotary`, the token look-up in `embedding`, RMS norm and gate in
+`kernels`.
 
 Letters in shapes: B rows, T tokens of a row, D width of the hidden states, F inner width of the MLP, N query
 heads, K key-value heads, H head dimension, V vocabulary, L layers, n new tokens of a row in decoding.
@@ -9,7 +10,6 @@ heads, K key-value heads, H head dimension, V vocabulary, L layers, n new tokens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +33,10 @@ from calibadv_jax.policy.attention import (
 )
 from calibadv_jax.policy.embedding import look_up
 from calibadv_jax.policy.kernels.custom_gradients import RMSNorm, gated, rows_product
+from calibadv_jax.policy.rotary import Rope, rotary_embeddings, rotate
 from calibadv_jax.policy.sharding import constrain, pin_rows
 
 Params = dict[str, Any]
-Rope = tuple[Array, Array]  # cosines and sines of each token's angles, float32 [B, T, H/2]
 
 # Decoders with at most so many layers are unrolled: they run faster, and compile as fast as a loop.
 MAX_UNROLLED_LAYERS = 4
@@ -188,57 +188,6 @@ class Linear(nnx.Linear):
         for matrix in (self.lora_a[...], lora_b):
             change = self.dot_general(change, matrix.astype(out.dtype), last_with_first)
         return out + change
-
-
-# --- Rotary position embeddings ---
-
-
-def inverse_frequencies(architecture: Architecture) -> Array:
-    """Return the rotary frequencies.
-
-    With `rope_scaling`, Llama 3's rule: frequencies of long wavelengths are divided by `factor`, those of
-    short ones are kept, and those between are blended.
-
-    Args:
-        architecture: `head_dim`, `rope_theta` and `rope_scaling` are read.
-
-    Returns:
-        float32 [H/2], in radians a token.
-    """
-    exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
-    frequencies = 1.0 / (architecture.rope_theta**exponents)
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return frequencies
-    wavelengths = 2 * math.pi / frequencies  # in tokens
-    longest_blended = scaling.original_length / scaling.low_freq_factor
-    shortest_blended = scaling.original_length / scaling.high_freq_factor
-    num_periods = scaling.original_length / wavelengths
-    band = scaling.high_freq_factor - scaling.low_freq_factor
-    kept_share = (num_periods - scaling.low_freq_factor) / band
-    blended = (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
-    stretched = jnp.where(wavelengths > longest_blended, frequencies / scaling.factor, frequencies)
-    is_between = (wavelengths <= longest_blended) & (wavelengths >= shortest_blended)
-    return jnp.where(is_between, blended, stretched)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Apply rotary embeddings in HuggingFace's convention, which pairs the two halves of a head.
-
-    Args:
-        x: queries or keys [B, T, N, H].
-        cos: cosines of the angles, float32 [B, T, H/2].
-        sin: sines of the angles, float32 [B, T, H/2].
-
-    Returns:
-        [B, T, N, H] in the dtype of x; computed in float32.
-    """
-    first_half, second_half = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [B, T, N, H/2] each
-    cos = cos[:, :, None]  # [B, T, 1, H/2]
-    sin = sin[:, :, None]
-    rotated_first = first_half * cos - second_half * sin
-    rotated_second = second_half * cos + first_half * sin
-    return jnp.concatenate([rotated_first, rotated_second], -1).astype(x.dtype)
 
 
 # --- Attention, MLP and decoder layer ---
@@ -535,8 +484,7 @@ class Decoder(nnx.Module):
 
     def _rotary(self, positions: Array) -> Rope:
         """Return the cosines and sines of the angles at positions [B, T]."""
-        angles = positions[..., None].astype(jnp.float32) * inverse_frequencies(self.architecture)
-        return jnp.cos(angles), jnp.sin(angles)
+        return rotary_embeddings(self.architecture, positions)
 
 
 def _slice_layers(params: Any, start: int, end: int) -> Any:

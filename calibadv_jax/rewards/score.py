@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from calibadv_jax.core.user_functions import (
     is_address,
     load_function,
 )
+from calibadv_jax.rewards.evidence import Evidence, find_evidence, max_score
 
 # --- Agreement of a text with the golden answers ---
 
@@ -88,6 +90,8 @@ METRICS = (
     "format",
     "format_valid",
     "overlong_penalty",
+    "evidence",
+    "extra_searches",
 )
 # All names below reward/ that a user's own function may not have.
 LOGGED_NAMES = (
@@ -154,7 +158,7 @@ def turn_flaws(trajectory: Trajectory) -> list[str]:
 
 
 def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """Score a trajectory: the weighted sum of its rewards times format validity, less the overlong penalty.
+    """Score a trajectory: rewards of answer and evidence times format validity, less the overlong penalty.
 
     Args:
         trajectory: a finished trajectory. If a judge is among the rewards, its verdict is in `metrics`.
@@ -162,7 +166,8 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
 
     Returns:
         A copy with `format_valid`, `answer_score`, `max_score`, and in `metrics` all of ANSWER_REWARDS,
-        "format", "overlong_penalty" if it is on, and the scores of users' own functions. The metrics are not
+        "format", "evidence" and "extra_searches" if the question names its supporting passages,
+        "overlong_penalty" if it is on, and the scores of users' own functions. The metrics are not
         multiplied by format validity. A trajectory without an answer turn has 0 in all of ANSWER_REWARDS.
 
     Raises:
@@ -179,12 +184,18 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
             rewards[name] = load_function(address)(trajectory.answer, trajectory.question.golden_answers)
     for name in config.weights:
         if is_address(name):
-            rewards[metric_name(name)] = own_score(name, trajectory)
+            rewards[metric_name(name)] = own_score(name, trajectory, config.arguments_of(name))
     is_valid = not format_flaw(trajectory)
+    metrics = trajectory.metrics | rewards
+    evidence = find_evidence(trajectory)
+    if evidence is not None:
+        metrics["evidence"] = evidence.share
+        metrics["extra_searches"] = float(evidence.extra_searches)
     score = 0.0
     if is_valid or not config.format:
         score = _answer_reward(trajectory, rewards, config)
-    metrics = trajectory.metrics | rewards
+        if evidence is not None:
+            score = _with_evidence(score, evidence, config)
     if config.overlong_penalty:
         penalty = overlong_penalty(int(trajectory.mask.sum()), config)
         metrics["overlong_penalty"] = penalty
@@ -194,7 +205,7 @@ def score_trajectory(trajectory: Trajectory, config: RewardConfig) -> Trajectory
         trajectory,
         format_valid=is_valid,
         answer_score=score,
-        max_score=config.max_score,
+        max_score=max_score(trajectory.question.supporting_ids, config),
         metrics=metrics,
     )
 
@@ -209,6 +220,14 @@ def _answer_reward(trajectory: Trajectory, rewards: Mapping[str, float], config:
         )
     values = {JUDGE: trajectory.metrics.get(JUDGE, 0.0), **rewards}
     return math.fsum(weight * values[metric_name(name)] for name, weight in config.weights.items())
+
+
+def _with_evidence(score: float, evidence: Evidence, config: RewardConfig) -> float:
+    """Return an answer's reward plus that of the evidence, less the cost of searches that were not needed."""
+    score += config.evidence * evidence.share
+    cost = config.search_cost * evidence.extra_searches
+    # The cost takes away a reward. It is no reason to prefer an invalid trajectory, which gets 0.
+    return score - min(cost, max(score, 0.0))
 
 
 def overlong_penalty(sampled: int, config: RewardConfig) -> float:
@@ -266,8 +285,8 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
 
     Args:
         groups: the groups of the step.
-        config: the section `reward`. With `shuffle`, a control experiment, the pairs (answer_score,
-            format_valid) are permuted over all trajectories of the step; the metrics stay as they are.
+        config: the section `reward`. With `shuffle`, a control experiment, answer_score, max_score and
+            format_valid are permuted together over all trajectories of the step. Metrics do not change.
         rng: draws the permutation; unused without `shuffle`.
 
     Returns:
@@ -286,7 +305,7 @@ def score_groups(groups: Sequence[Group], config: RewardConfig, rng: np.random.G
 
 
 def _shuffle_scores(groups: Sequence[Group], rng: np.random.Generator) -> list[Group]:
-    """Permute the pairs (answer_score, format_valid) over the trajectories of all groups."""
+    """Permute answer_score, max_score and format_valid together over the trajectories of all groups."""
     scored = [trajectory for group in groups for trajectory in group.trajectories]
     permutation = rng.permutation(len(scored))
     shuffled_groups = []
@@ -296,7 +315,13 @@ def _shuffle_scores(groups: Sequence[Group], rng: np.random.Generator) -> list[G
         for place, trajectory in enumerate(group.trajectories, start):
             source = scored[permutation[place]]
             trajectories.append(
-                replace(trajectory, answer_score=source.answer_score, format_valid=source.format_valid)
+                replace(
+                    trajectory,
+                    answer_score=source.answer_score,
+                    format_valid=source.format_valid,
+                    # Questions without supporting passages have a smaller one.
+                    max_score=source.max_score,
+                )
             )
         shuffled_groups.append(replace(group, trajectories=trajectories))
         start += len(trajectories)
@@ -319,12 +344,13 @@ def metric_name(reward: str) -> str:
     return function_name or reward
 
 
-def own_score(address: str, trajectory: Trajectory) -> float:
+def own_score(address: str, trajectory: Trajectory, arguments: Mapping[str, Any]) -> float:
     """Return the score that a user's own function gives a trajectory.
 
     Args:
         address: ``package.module:function``, which takes the trajectory.
         trajectory: a finished trajectory.
+        arguments: further arguments of the function, by name (`reward.args`).
 
     Returns:
         A finite number.
@@ -332,10 +358,10 @@ def own_score(address: str, trajectory: Trajectory) -> float:
     Raises:
         UserError: if the function cannot be imported or fails, or returns no finite number.
     """
-    function = _load_own(address)
+    function = _load_own(address, arguments)
     question = trajectory.question.id
     try:
-        score = float(function(trajectory))
+        score = float(function(trajectory, **arguments))
     except Exception as error:  # a function of the user's own may raise anything
         raise UserError(
             f"reward.answer: {address} failed on an answer to question {question!r}:"
@@ -350,8 +376,9 @@ def own_score(address: str, trajectory: Trajectory) -> float:
     return score
 
 
-def _load_own(address: str) -> Callable[..., float]:
-    return import_user_function(address, "reward.answer", ("trajectory",), "reward(trajectory) -> float")
+def _load_own(address: str, arguments: Mapping[str, Any]) -> Callable[..., float]:
+    expected = "reward(trajectory) -> float"
+    return import_user_function(address, "reward.answer", ("trajectory",), expected, tuple(arguments))
 
 
 def check_reward(config: RewardConfig) -> list[str]:
@@ -370,7 +397,7 @@ def check_reward(config: RewardConfig) -> list[str]:
     for address in config.weights:
         if not is_address(address):
             continue
-        _load_own(address)
+        _load_own(address, config.arguments_of(address))
         name = metric_name(address)
         if name in LOGGED_NAMES or names.count(name) > 1:
             raise UserError(
@@ -378,6 +405,11 @@ def check_reward(config: RewardConfig) -> list[str]:
                 " rename the function"
             )
     lines = []
+    if config.evidence or config.search_cost:
+        lines.append(
+            f"reward of a trajectory: answer + {config.evidence:g} × share of the supporting passages found -"
+            f" {config.search_cost:g} × searches that were not needed"
+        )
     if config.judge.url:
         lines.append(f"judge ON: {config.judge.model} at {config.judge.url} is asked about every answer")
     is_built_in = isinstance(config.answer, str) and config.answer in ANSWER_REWARDS

@@ -79,7 +79,7 @@ class RolloutContext:
 
     @cached_property
     def neutraliser(self) -> Neutraliser:
-        """What removes forgeries from questions, documents and texts of actions."""
+        """The neutraliser of questions, documents and texts of actions."""
         return make_neutraliser(self.tokenizer, self.actions)
 
     @cached_property

@@ -70,7 +70,7 @@ def added_token_strings(tokenizer: Any) -> frozenset[str]:
 
 
 def make_neutraliser(tokenizer: Any, actions: Sequence[Action] = ()) -> Neutraliser:
-    """Return what neutralises untrusted text for a tokenizer and these actions.
+    """Return the neutraliser of untrusted text for a tokenizer and these actions.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -80,7 +80,7 @@ def make_neutraliser(tokenizer: Any, actions: Sequence[Action] = ()) -> Neutrali
 
 
 def _normaliser_of(tokenizer: Any) -> Callable[[str], str] | None:
-    """Return what the tokenizer does with a text before it looks for tokens; None if it does nothing."""
+    """Return the tokenizer's normaliser, which changes a text before tokens are looked for, or None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         # A tokenizer in Python has no normaliser of its own to ask: compare what it makes of the text.

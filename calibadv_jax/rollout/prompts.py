@@ -18,6 +18,7 @@ from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import describe_failure
 from calibadv_jax.rollout.actions import action_texts
 from calibadv_jax.rollout.observation import encode, make_neutraliser
+from calibadv_jax.rollout.template_date import fix_date
 
 ACTIONS_PLACE = "{actions}"  # The place in a template at which the actions that are on are listed.
 # The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.
@@ -198,21 +199,21 @@ def _in_chat(messages: Sequence[tuple[str, str]], tokenizer: Any, config: Prompt
     unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
     if unknown:
         raise UserError(f"prompt.chat_template_kwargs: {template} uses no {', '.join(unknown)}; leave it out")
-    variables = {"date_string": config.date_string}
-    variables.update(config.chat_template_kwargs)
     try:
+        dated_template, variables = fix_date(tokenizer.get_chat_template(), config.date_string)
         text = tokenizer.apply_chat_template(
             [{"role": role, "content": content} for role, content in messages],
+            chat_template=dated_template,
             tokenize=False,
             add_generation_prompt=True,
             **variables,
+            **config.chat_template_kwargs,
         )
     except Exception as error:  # a template is a program, which may raise anything
         roles = " and ".join(dict.fromkeys(role for role, _ in messages))
         raise UserError(
             f"{template} fails on messages of the role {roles}: {describe_failure(error)}; correct it, or"
-            " choose"
-            " prompt.chat=off or another prompt.template"
+            " choose prompt.chat=off or another prompt.template"
         ) from error
     for role, content in messages:
         if role in ("system", "user") and content.strip() not in str(text):

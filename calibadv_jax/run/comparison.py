@@ -13,7 +13,6 @@ from calibadv_jax.config.sections.section import Mark
 
 UNLEARNED = keys_with_mark(Mark.UNLEARNED)
 LEARNED = keys_with_mark(Mark.LEARNED)
-TUNED = keys_with_mark(Mark.TUNED)
 COLD_START_KEYS = keys_with_mark(Mark.COLD_START)
 
 

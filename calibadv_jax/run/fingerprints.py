@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.files import content_hash
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.core.user_functions import load_optional
+from calibadv_jax.core.user_functions import is_address, load_optional, source_hash
 from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import AdapterBase, Model, PolicySource, find_folder
@@ -29,7 +30,13 @@ REFERENCE = "policy.weights"  # Only if the run keeps its initial policy, or tra
 ADAPTERS = "policy.adapters"  # Hash of policy.lora.init_from; only if the run keeps its initial policy.
 JUDGE = "reward.judge.content"  # Hash of the file reward.judge.prompt.
 TOOLS = "tools.content"  # Hash of the actions' names and purposes, which servers and the user's code choose.
-OPTIONAL = (REFERENCE, ADAPTERS, JUDGE, TOOLS)
+# Hashes of the source code of functions of the user's own, by the section that names them.
+REWARD_SOURCE = "reward.source"
+ADVANTAGE_SOURCE = "advantage.source"
+LOSS_SOURCE = "loss.source"
+TOOLS_SOURCE = "tools.source"
+SOURCES = (REWARD_SOURCE, ADVANTAGE_SOURCE, LOSS_SOURCE, TOOLS_SOURCE)
+OPTIONAL = (REFERENCE, ADAPTERS, JUDGE, TOOLS, *SOURCES)
 IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *OPTIONAL)
 
 
@@ -55,6 +62,21 @@ def tools_hash(config: Config) -> str:
     )
 
 
+def own_functions(config: Config) -> dict[str, list[str]]:
+    """Return the functions of the user's own that a config names, by the names in `SOURCES`.
+
+    Returns:
+        For each name the functions as ``package.module:function``; an empty list without any.
+    """
+    named = {
+        REWARD_SOURCE: list(config.reward.weights),
+        ADVANTAGE_SOURCE: [config.advantage.estimator],
+        LOSS_SOURCE: [config.loss.name],
+        TOOLS_SOURCE: [tool.name for tool in config.tools],
+    }
+    return {source: [name for name in names if is_address(name)] for source, names in named.items()}
+
+
 def _contents(
     config: Config, model: Model, questions: Sequence[Question], is_fresh: bool
 ) -> dict[str, Callable[[], str]]:
@@ -76,6 +98,9 @@ def _contents(
         JUDGE: lambda: judge_hash(config),
         TOOLS: lambda: tools_hash(config),
     }
+    for name, addresses in own_functions(config).items():
+        section, _, _ = name.partition(".")
+        hashes[name] = functools.partial(source_hash, addresses, section)
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
         hashes[REFERENCE] = base_hash

@@ -31,14 +31,13 @@ from calibadv_jax.metrics.metrics_writer import read_metrics
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.run.comparison import (
     COLD_START_KEYS,
-    TUNED,
     changed_keys,
     differences,
     is_binding,
     offers_same,
     with_defaults,
 )
-from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, run_identity
+from calibadv_jax.run.fingerprints import IDENTITY, OPTIONAL, own_functions, run_identity
 from calibadv_jax.run.model import BASE, Model, adapter_base
 from calibadv_jax.services.retriever_health import index_difference
 from calibadv_jax.services.retriever_health import index_identity as index_identity
@@ -283,6 +282,10 @@ def _refuse(config: Config, start: KeptStart, refused: Sequence[str]) -> NoRetur
         reason += (
             ": the learning rate falls over learner.steps, unless decay_updates was set or it is constant"
         )
+    functions = own_functions(config)
+    edited = [address for name in refused for address in functions.get(name, [])]
+    if edited:
+        reason += f": the code of {', '.join(edited)}, or of your modules that it imports, was edited"
     if lost:
         reason += f": {start.path.with_suffix('.json')} is lost, so that they cannot be compared"
     place = f"run.dir={Path(config.run.dir)}"
@@ -290,9 +293,7 @@ def _refuse(config: Config, start: KeptStart, refused: Sequence[str]) -> NoRetur
     if config.run.mirror:
         place += f" or run.mirror={config.run.mirror}"
         hint += " and another run.mirror"
-    is_tuning = all(is_among(TUNED, name) for name in refused)
-    if lost == list(refused) or is_tuning:
-        hint += f", or go on with this run all the same: checkpoint.allow_change=[{names}]"
+    hint += f", or go on with this run all the same: checkpoint.allow_change=[{names}]"
     raise UserError(f"{place} holds another experiment: {reason}; {hint}")
 
 

@@ -14,18 +14,18 @@ from jax.sharding import Mesh
 
 from calibadv_jax.config import Config
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import Faults, UserError
 from calibadv_jax.core.files import content_hash, read_json, write_json
 from calibadv_jax.core.tags import TAGS
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.adapters import Adapters, merge_params, split
-from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.architecture import Architecture, YarnScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
 from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.sampler.stop_rule import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
-from calibadv_jax.snapshots.huggingface import load_params, read_hf_config
+from calibadv_jax.snapshots.huggingface import check_weights, load_params, read_hf_config
 from calibadv_jax.snapshots.weight_files import weights_hash
 
 BACKEND = transformers.TokenizersBackend  # The class that reads tokenizer.json without changing it.
@@ -66,39 +66,56 @@ def build_model(config: Config, path: str, adapters: Adapters | None = None) -> 
 
     Raises:
         UserError: Neither `path` nor policy.init is given or usable, the tokenizer does not fit the policy,
-            or rollout.max_length exceeds the policy's positions.
+            or rollout.max_length exceeds the policy's positions. A wrong policy and a wrong policy.tokenizer
+            are named together.
     """
-    source, pins = find_folder(config, path)
-    if not path and not config.policy.init:
-        raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
-    hf_config = read_hf_config(source) if path else dict(config.policy.init)
-    tokenizer_folder, tokenizer_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    vocab_size = hf_config.setdefault("vocab_size", len(tokenizer))
-    if vocab_size < len(tokenizer):
+    faults = Faults()
+    pins: tuple[hub.Pin, ...] = ()
+    with faults.collected():
+        if not path and not config.policy.init:
+            raise UserError("policy.path is empty: set it to a HuggingFace folder, or give policy.init")
+        source, pins = find_folder(config, path)
+        hf_config = read_hf_config(source) if path else dict(config.policy.init)
+        origin = f"{source}/config.json" if path else "policy.init"
+    if not config.policy.tokenizer:
+        faults.raise_all()  # the tokenizer is in the policy's folder
+    with faults.collected():
+        tokenizer_folder, tokenizer_pins = find_folder(config, config.policy.tokenizer or path, resolved=pins)
+        tokenizer = load_tokenizer(tokenizer_folder)
+    faults.raise_all()
+    last_token, last_id = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    vocab_size = hf_config.setdefault("vocab_size", last_id + 1)
+    if last_id >= vocab_size:
         raise UserError(
-            f"{tokenizer_folder}: the tokenizer has {len(tokenizer)} tokens, but the policy's vocab_size is"
-            f" {vocab_size}; use the tokenizer that belongs to the policy"
+            f"{tokenizer_folder}: the tokenizer has the id {last_id} ({last_token!r}), but the policy's"
+            f" vocab_size is {vocab_size}, so that this id has no embedding; use the tokenizer that belongs"
+            " to the policy"
         )
     # Snapshots and exports keep the ids in their config.json.
     hf_config["eos_token_id"] = end_of_text_ids(source if path else "", hf_config, tokenizer)
-    origin = f"{source}/config.json" if path else "policy.init"
     architecture = architecture_from_hf(hf_config, origin)
     numerics = Numerics.from_config(config.policy)
-    _check_positions(hf_config, config.rollout.max_length, origin)
+    _check_positions(hf_config, architecture, config.rollout.max_length, origin)
     policy = Policy(architecture, numerics, adapters)
     mesh = make_mesh(config.mesh)
     all_pins = tuple({*pins, *tokenizer_pins})
     return Model(policy, hf_config, tokenizer, tokenizer_folder, mesh, all_pins)
 
 
-def _check_positions(hf_config: Mapping[str, Any], length: int, origin: str) -> None:
+def _check_positions(
+    hf_config: Mapping[str, Any], architecture: Architecture, length: int, origin: str
+) -> None:
     """Refuse (UserError) trajectories that are longer than the policy's positions."""
     positions = hf_config.get("max_position_embeddings")
+    scaling = architecture.rope_scaling
+    if positions is not None and isinstance(scaling, YarnScaling):
+        # Qwen's config.json has the native length in max_position_embeddings where YaRN is added by hand.
+        positions = max(int(positions), int(scaling.factor * scaling.original_length))
     if positions is not None and length > int(positions):
         raise UserError(
             f"{origin}: the policy knows positions up to {positions} (max_position_embeddings), but"
-            f" rollout.max_length is {length}; lower it"
+            f" rollout.max_length is {length}; lower it, or stretch the positions with YaRN, if the model's"
+            " authors say so (docs/models.md)"
         )
 
 
@@ -263,6 +280,25 @@ def initial_params(config: Config, model: Model, path: str) -> Params:
 
         params = merge_params(params, load_adapters(Path(init_from), policy, mesh))
     return params
+
+
+def check_start(config: Config, model: Model) -> None:
+    """Compare the weights and adapters that a run begins with, by their headers, with the policy.
+
+    Args:
+        config: The run's config.
+        model: The run's model.
+
+    Raises:
+        UserError: The weights or the adapters are missing, damaged or of another policy.
+    """
+    if config.policy.path:
+        folder, _ = find_folder(config, config.policy.path, with_weights=True, resolved=model.pins)
+        check_weights(folder, model.policy)
+    if config.policy.lora.init_from:
+        from calibadv_jax.snapshots.peft import adapters_hash
+
+        adapters_hash(Path(config.policy.lora.init_from))
 
 
 def adapter_base(config: Config, model: Model, path: str) -> AdapterBase | None:

@@ -12,7 +12,6 @@ import numpy as np
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.files import write_json
 from calibadv_jax.core.seeds import attempt_seed
 from calibadv_jax.core.trajectory import Group, Question
 from calibadv_jax.data.pipeline import QuestionIterator
@@ -22,11 +21,12 @@ from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.step import logprob_mismatch, probe_tokens
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.guards import Guards
+from calibadv_jax.rewards.evidence import max_score
 from calibadv_jax.rewards.score import trajectory_scores
 from calibadv_jax.rollout.runner import Rollouts, RolloutStream, wait_for_any
 from calibadv_jax.run.model import Model, adapter_base
 from calibadv_jax.run.trainer import Trainer, UpdateResult
-from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, read_rollback
+from calibadv_jax.snapshots.checkpoint import EXTRA, ROLLBACK, CheckpointStore, note_rollback, read_rollback
 
 if TYPE_CHECKING:
     from calibadv_jax.snapshots.mirror import Mirror
@@ -161,7 +161,8 @@ class RunState:
             scores = [trajectory.relative_score for trajectory in group.trajectories]
             self.questions.record_scores(group.question.id, scores)
         for group in replaced:
-            scores = [score / reward.max_score for score in trajectory_scores(group, reward)]
+            largest = max_score(group.question.supporting_ids, reward)
+            scores = [score / largest for score in trajectory_scores(group, reward)]
             self.questions.record_scores(group.question.id, scores)
         metrics = {}
         if self.config.rollout.dynamic_sampling:
@@ -220,7 +221,7 @@ class RunState:
         self.guards.reset_after_rollback(target)
         # Written before anything is deleted, so that a start after a kill completes the rollback.
         if self.process_group.is_main:
-            write_json(self.folder / ROLLBACK, {"step": target, "rollbacks": self.guards.rollbacks})
+            note_rollback(self.folder, target, self.guards.rollbacks)
         if self.mirror:
             self.mirror.drop_after(target)
         self.checkpoints.delete_after(target)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
+from calibadv_jax.core.errors import Faults
 from calibadv_jax.core.interfaces import Sampler
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
@@ -26,6 +27,7 @@ from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stop_rule import StopRule
+from calibadv_jax.services.http_client import SINGLE_ATTEMPT
 from calibadv_jax.services.retriever_client import RetrieverClient
 from calibadv_jax.services.retriever_process import check_running, open_retriever
 
@@ -34,25 +36,46 @@ def _ignore(_: object) -> None:
     """Do nothing: the default of callbacks."""
 
 
+def impatient(config: Config) -> Config:
+    """Return the config with services that are asked once and not waited for."""
+    tools = []
+    for tool in config.tools:
+        if tool.mcp:
+            tool = replace(tool, mcp=replace(tool.mcp, patience=SINGLE_ATTEMPT))
+        tools.append(tool)
+    retriever = replace(config.retriever, patience=SINGLE_ATTEMPT)
+    sampler = replace(config.sampler, patience=SINGLE_ATTEMPT)
+    return replace(config, tools=tools, retriever=retriever, sampler=sampler)
+
+
 def check_inputs(config: Config, warn: Callable[[str], object] = _ignore) -> None:
     """Check the evaluation file and the running services, before minutes of work begin.
 
     Args:
         config: The run's config.
-        warn: Gets a line while a service is waited for, for at most its `patience`.
+        warn: Gets a line while a service is waited for, for at most its `patience`. After a fault the
+            services that are left are asked once.
 
     Raises:
-        UserError: The file is damaged, or a service cannot be reached or does not fit the config.
+        UserError: The file is damaged, or a service cannot be reached or does not fit the config; all faults
+            together.
     """
+    faults = Faults()
     if config.evaluate.every:
-        questions = load_questions(config.data.eval, config.data.columns)
-        check_questions(questions, {}, config.prompt.template)
+        with faults.collected():
+            questions = load_questions(config.data.eval, config.data.columns)
+            check_questions(questions, {}, config.prompt.template)
     if config.retriever.url:
-        check_running(config.retriever, warn)
+        retriever = impatient(config).retriever if faults else config.retriever
+        with faults.collected():
+            check_running(retriever, warn)
     if config.sampler.name == "vllm" and config.sampler.urls:
         from calibadv_jax.sampler.rollout_workers import find_workers
 
-        find_workers(config.sampler, warn)
+        sampler = impatient(config).sampler if faults else config.sampler
+        with faults.collected():
+            find_workers(sampler, warn)
+    faults.raise_all()
 
 
 @contextmanager
@@ -144,7 +167,7 @@ def open_rollouts(
         sampler, publish = _make_sampler(config, model, worker_urls, snapshots, base, process_group)
         judge = None
         if config.reward.judge.url:
-            judge = load_optional("judge").JudgeClient(config.reward.judge)
+            judge = load_optional("judge").JudgeClient(config.reward.judge, Console(config.log.progress).warn)
         context = RolloutContext(sampler, retriever, model.tokenizer, rollout, config.prompt, actions, judge)
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts

@@ -277,7 +277,7 @@ class JaxSampler(Sampler):
         if stop not in self._pause_tables:
             vocab_size = self.policy.architecture.vocab_size
             pauses = np.zeros(vocab_size, bool)
-            for token in range(min(len(self.stops.tokenizer), vocab_size)):
+            for token in range(min(self.stops.num_ids, vocab_size)):
                 pauses[token] = self.stops.may_end(token, stop)
             pauses[list(self.stops.end_ids)] = True
             on_device = jax.device_put(pauses, replicated(self.mesh))

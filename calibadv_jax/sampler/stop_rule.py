@@ -17,7 +17,7 @@ class StopRule:
     """A completion ends at the token that completes a stop string, or at an end-of-text token.
 
     Attributes:
-        tokenizer: decodes tokens; a HuggingFace tokenizer, or an object with its `decode` and `__len__`.
+        tokenizer: decodes tokens; a HuggingFace tokenizer, or an object with its `decode` and `get_vocab`.
         end_ids: the end-of-text token ids.
     """
 
@@ -30,6 +30,11 @@ class StopRule:
         """
         self.tokenizer = tokenizer
         self.end_ids = frozenset([end_ids] if isinstance(end_ids, int) else end_ids)
+
+    @property
+    def num_ids(self) -> int:
+        """One more than the tokenizer's highest token id; it has fewer tokens if ids are left out."""
+        return max(self.tokenizer.get_vocab().values()) + 1
 
     def find(self, tokens: Sequence[int], stop: Sequence[str]) -> tuple[int, Literal["stop", "eos"]] | None:
         """Return where and why a completion ends.

@@ -31,6 +31,8 @@ HEALTH_TIMEOUT = 5.0  # seconds that a starting server may take to answer a ques
 END_SECONDS = 10.0  # seconds that the server may take to end after each signal
 FREE_PORTS = range(20_000, 32_000)  # below the ports of outgoing connections
 PORT_ATTEMPTS = 100  # number of ports that are tried
+# Address at which this machine reaches a server that listens on all addresses.
+LOOPBACK_OF_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -112,6 +114,7 @@ def serve(arguments: argparse.Namespace) -> int:
         UserError: the server is not ready after its first start, or no port is free.
         SystemExit: SIGTERM has come (status 143), or the parent has ended (status 0).
     """
+    arguments.host = arguments.host.removeprefix("[").removesuffix("]")  # brackets belong to URLs
     port = arguments.port or _free_port(arguments.host)
     command, environment = server_command(arguments, port)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -149,15 +152,20 @@ def _run_server(
 
 def _watch(server: subprocess.Popen[bytes], arguments: argparse.Namespace, port: int) -> None:
     """Return when the server has died; SystemExit when the parent has ended."""
-    host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
-    _get_ready(server, f"http://{host}:{port}", arguments)
+    host = LOOPBACK_OF_ANY.get(arguments.host, arguments.host)
+    _get_ready(server, _url(host, port), arguments)
     if arguments.port_file:
         write_text(arguments.port_file, str(port))
-    sys.stdout.write(f"ready on http://{arguments.host}:{port}\n")
+    sys.stdout.write(f"ready on {_url(arguments.host, port)}\n")
     sys.stdout.flush()
     while server.poll() is None:
         _leave_with_parent(arguments)
         time.sleep(POLL_PAUSE)
+
+
+def _url(host: str, port: int) -> str:
+    """Return the address of a server; an IPv6 address stands in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _leave_with_parent(arguments: argparse.Namespace) -> None:
@@ -241,8 +249,9 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 def _free_port(host: str) -> int:
     """Return a free port below those of outgoing connections: the server binds it only after its imports."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(FREE_PORTS, PORT_ATTEMPTS):
-        with suppress(OSError), socket.create_server((host, port)):
+        with suppress(OSError), socket.create_server((host, port), family=family):
             return port
     raise UserError(
         f"{host}: none of {PORT_ATTEMPTS} ports between {FREE_PORTS.start} and {FREE_PORTS.stop} is free;"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +18,11 @@ from calibadv_jax.core.errors import INPUT_STATUS, EnvironmentFailure, UserError
 
 STOP_SECONDS = 20.0  # between SIGTERM to a child and SIGKILL
 POLL_SECONDS = 0.05  # between two checks whether a child is ready
+WATCH_SECONDS = 0.5  # between two checks whether a child that is kept alive has ended
+FIRST_RESTART_PAUSE = 1.0  # seconds before the first restart; doubles up to LAST_RESTART_PAUSE
+LAST_RESTART_PAUSE = 60.0  # seconds
+INTERRUPT_STATUSES = (-signal.SIGINT, 128 + signal.SIGINT)
+LONGEST_END = 10.0  # seconds that this process may take to end after a Ctrl-C
 LONGEST_CAUSE = 300  # characters
 LONGEST_LOG = 2**24  # bytes, about 100 starts of a vLLM server; a longer one is set aside at a start
 # With it, the log has every line at once, and an error stands after the lines that led to it.
@@ -37,6 +45,7 @@ class ChildService:
         start_timeout: Seconds until the service must be ready.
         timeout_key: Config key of `start_timeout`, for messages.
         environment: Environment variables that differ from those of this process.
+        key_of: By option of the command, the config key that sets it, for messages.
         url: Address of the service once it is ready.
         process: The child once it is started.
     """
@@ -47,6 +56,7 @@ class ChildService:
     start_timeout: float
     timeout_key: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    key_of: Mapping[str, str] = field(default_factory=dict)
     url: str = field(default="", init=False)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     # Folder of the file to which the child writes its port.
@@ -66,11 +76,17 @@ class ChildService:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self) -> None:
-        """Start the child without waiting for it, so that several can start side by side."""
+    def start(self, port: int = 0) -> None:
+        """Start the child without waiting for it, so that several can start side by side.
+
+        Args:
+            port: Port to listen on; 0 for any free port.
+        """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._port_file = Path(self._folder.name, "port")
-        arguments = ["--port", "0", "--port_file", str(self._port_file), "--parent_pid", str(os.getpid())]
+        self._port_file.unlink(missing_ok=True)
+        arguments = ["--port", str(port), "--port_file", str(self._port_file)]
+        arguments += ["--parent_pid", str(os.getpid())]
         rotate_log(self.log_path)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -93,9 +109,8 @@ class ChildService:
         while not self._port_file.is_file():
             status = self.process.poll()
             if status is not None:
-                output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
                 kind = UserError if status == INPUT_STATUS else EnvironmentFailure
-                raise kind(f"{self.name} ended with status {status}: {_cause(output)}; see {self.log_path}")
+                raise kind(f"{self._describe_end(status)}; see {self.log_path}")
             if time.monotonic() > deadline:
                 raise EnvironmentFailure(
                     f"{self.name} was not ready within {self.start_timeout:g} s; see {self.log_path} or raise"
@@ -103,6 +118,61 @@ class ChildService:
                 )
             time.sleep(POLL_SECONDS)
         self.url = f"http://127.0.0.1:{self._port_file.read_text()}"
+
+    def _with_keys(self, message: str) -> str:
+        """Return a message of the child with config keys in place of its options."""
+        for option, key in self.key_of.items():
+            message = re.sub(rf"--{option}\b", key, message)
+        return message
+
+    def _describe_end(self, status: int) -> str:
+        output = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
+        return f"{self.name} ended with status {status}: {self._with_keys(_cause(output))}"
+
+    @contextmanager
+    def kept_alive(self, warn: Callable[[str], object]) -> Iterator[None]:
+        """Within the block, start the child again on the same port whenever it has ended.
+
+        Args:
+            warn: Takes a line when the child has ended, and another when it answers again. A thread calls it.
+        """
+        is_over = threading.Event()
+        watch = threading.Thread(
+            target=self._restart_until, args=(is_over, warn), name=f"keep {self.name} alive", daemon=True
+        )
+        watch.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            while watch.is_alive():  # a restart that waits for the child ends too
+                if self.process is not None:
+                    self.process.terminate()
+                watch.join(POLL_SECONDS)
+
+    def _restart_until(self, is_over: threading.Event, warn: Callable[[str], object]) -> None:
+        """Restart the child after each of its ends; the pause before doubles while restarts fail."""
+        pause = FIRST_RESTART_PAUSE
+        assert self.process is not None
+        while not is_over.wait(WATCH_SECONDS):
+            status = self.process.poll()
+            if status is None:
+                continue
+            # Ctrl-C reaches the child too: then this process may be about to end.
+            is_interrupt = status in INTERRUPT_STATUSES
+            if is_over.wait(LONGEST_END if is_interrupt else pause):
+                return
+            warn(f"{self._describe_end(status)}; starting it again; see {self.log_path}")
+            pause = min(2 * pause, LAST_RESTART_PAUSE)
+            try:
+                self.start(int(self.url.rpartition(":")[2]))
+                self.wait()
+            except UserError as error:
+                if not is_over.is_set():
+                    warn(str(error))
+                continue
+            pause = FIRST_RESTART_PAUSE
+            warn(f"{self.name} answers again")
 
     def stop(self) -> None:
         """End the child: with SIGTERM, and with SIGKILL after STOP_SECONDS."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -14,7 +13,13 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
-from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, storage_errno
+from calibadv_jax.core.errors import (
+    FULL_DISK_ERRNOS,
+    EnvironmentFailure,
+    UserError,
+    cause_text,
+    storage_errno,
+)
 from calibadv_jax.core.files import atomic_write
 from calibadv_jax.core.signals import start_daemon_thread
 
@@ -26,7 +31,6 @@ S3_TRANSFER_OPTIONS = {"default_block_size": 4 * 2**20, "max_concurrency": 4}
 
 _FOLDER_KINDS = ("file", "local")
 _KINDS = ("s3", "s3a", "gs", "gcs", *_FOLDER_KINDS)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 T = TypeVar("T")
 
 
@@ -131,6 +135,6 @@ class ObjectStore:
         except Exception as error:  # every store has errors of its own
             kind = UserError if isinstance(error, FileNotFoundError | PermissionError) else EnvironmentFailure
             advice = "check the address and the credentials"
-            if storage_errno(error) in _FULL:
+            if storage_errno(error) in FULL_DISK_ERRNOS:
                 advice = "make room"
             raise kind(f"{self.key} cannot be used ({operation}: {cause_text(error)}); {advice}") from error

@@ -43,7 +43,7 @@ from calibadv_jax.services.retriever_replies import (
 BATCH_WINDOW = 0.002  # seconds that a query waits for others to share its request
 MAX_BATCH = 256  # queries in one request
 PROBE = "test"  # a query that every service must accept
-START_ADVICE = "start it with scripts/launch_retriever.sh"
+START_ADVICE = "start it with calibadv retriever"
 
 QueryResult = list[Document] | RequestFailed  # documents of a query, or why it failed
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class RetrieverClient:
         self._warn = warn
         self._connections = PerLoop(self._connect)
         self._batch: _Batch | None = None  # the batch that takes further queries
+        self._is_away = False  # whether the last request found no service
         self._has_answered = False  # whether any search was ever answered
         # Health of the agreed index: searches accept documents of this index only. None before `health`.
         self._agreed: dict[str, Any] | None = None
@@ -163,6 +164,27 @@ class RetrieverClient:
                 )
         self._agreed = agreed
         return agreed
+
+    async def unreachable_reason(self, seconds: float) -> str:
+        """Return why no service answers ``GET /health`` now; empty if one does.
+
+        Args:
+            seconds: Time limit for the answer.
+        """
+        http, _ = self._connections.get()
+
+        async def ask(url: str) -> str:
+            try:
+                async with asyncio.timeout(seconds):
+                    await ask_health(http, url)
+            except TimeoutError:
+                return f"no answer within {seconds:g} s"
+            except Unreachable as error:
+                return str(error)
+            return ""
+
+        reasons = await asyncio.gather(*map(ask, self.urls))
+        return "" if "" in reasons else reasons[0]
 
     def check_reranker(self, state: Mapping[str, Any]) -> str:
         """Return a phrase on whether documents are reranked.
@@ -282,8 +304,11 @@ class RetrieverClient:
         """
         patience = self.config.patience
         try:
-            return await retry(attempt, patience)
+            result = await retry(attempt, patience, self._note_away)
+            self._note_back()
+            return result
         except Unreachable as error:
+            self._note_away(error)
             raise RequestFailed(
                 "retriever",
                 f"retriever {self.url}: {describe_patience(patience)} ({error}); {START_ADVICE},"
@@ -294,6 +319,17 @@ class RetrieverClient:
                 "retriever",
                 f"retriever {self.url}: no usable {subject} in {BAD_REPLIES} attempts ({error})",
             ) from error
+
+    def _note_away(self, error: Unreachable) -> None:
+        """Warn of an outage, once."""
+        if not self._is_away:
+            self._is_away = True
+            self._warn(f"retriever {self.url} does not answer ({error})")
+
+    def _note_back(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            self._warn(f"retriever {self.url} answers again")
 
     async def _serves(self, replicas: Replicas) -> bool:
         """Whether the services answer the probe, be it with a refusal."""

@@ -14,6 +14,18 @@ from calibadv_jax.services.child_process import ChildService
 from calibadv_jax.services.http_client import Warn
 from calibadv_jax.services.retriever_client import RetrieverClient
 
+# By option of the service, the config key that sets it.
+KEY_OF = {
+    "corpus_path": "retriever.corpus",
+    "retriever_name": "retriever.encoder",
+    "index_path": "retriever.index",
+    "retrieval_topk": "retriever.topk",
+    "threads": "retriever.threads",
+    "retriever_model": "retriever.model",
+    "pages_path": "retriever.pages",
+    "reranker_model": "retriever.reranker",
+}
+
 
 class RetrieverProcess(ChildService):
     """The retrieval service as a child process.
@@ -44,6 +56,7 @@ class RetrieverProcess(ChildService):
             log_path=log_path,
             start_timeout=config.start_timeout,
             timeout_key="retriever.start_timeout",
+            key_of=KEY_OF,
         )
 
 
@@ -69,7 +82,7 @@ def open_retriever(config: RetrieverConfig, log_path: Path, warn: Warn) -> Itera
     Args:
         config: The section `retriever`.
         log_path: File to which the output of a child process is added.
-        warn: Takes a line about waits.
+        warn: Takes lines about waits, and about a child process that has ended and is started again.
 
     Yields:
         `retriever.url` if it is set, otherwise the URL of a child process that ends with the block.
@@ -84,5 +97,5 @@ def open_retriever(config: RetrieverConfig, log_path: Path, warn: Warn) -> Itera
         return
     if not config.corpus:
         raise UserError("retriever.url is empty: set it, or retriever.corpus to start a service here")
-    with RetrieverProcess(config, log_path) as process:
+    with RetrieverProcess(config, log_path) as process, process.kept_alive(warn):
         yield process.url

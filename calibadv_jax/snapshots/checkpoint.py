@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, cause_text, is_lost_process, storage_errno
-from calibadv_jax.core.files import check_literal, read_json
+from calibadv_jax.core.files import check_literal, read_json, write_json
 from calibadv_jax.policy.weights import shape_problems, summarise_problems
 
 # Items of a checkpoint: the pytree of arrays, and JSON values.
@@ -189,6 +189,34 @@ def newest_step(folder: Path) -> int | None:
     return max(saved_steps(folder), default=None)
 
 
+def note_rollback(run: Path, step: int, rollbacks: int) -> None:
+    """Write the file that describes a run's last rollback.
+
+    Args:
+        run: the run's folder.
+        step: to which the run is rolled back.
+        rollbacks: number of rollbacks of the run, with this one.
+    """
+    history = read_rollback(run).get("history", [])[: rollbacks - 1]
+    # Earlier versions noted the last rollback alone.
+    history += [step] * (rollbacks - len(history))
+    write_json(run / ROLLBACK, {"step": step, "rollbacks": rollbacks, "history": history})
+
+
+def lowest_rollback(rollback: dict[str, Any], rollbacks: int) -> int | None:
+    """Return the lowest step to which a run was rolled back after its first `rollbacks` rollbacks.
+
+    Args:
+        rollback: as `read_rollback` returns it.
+        rollbacks: number of rollbacks before; a checkpoint or a copy of the run was made after them.
+
+    Returns:
+        The step; later steps of that checkpoint or copy were dropped since. None: no rollback since.
+    """
+    since = rollback.get("history", [])[rollbacks:]
+    return min(since, default=None)
+
+
 def read_rollback(run: Path) -> dict[str, Any]:
     """Return the last rollback of a run.
 
@@ -196,22 +224,31 @@ def read_rollback(run: Path) -> dict[str, Any]:
         run: the run's folder.
 
     Returns:
-        `step`, to which it was rolled back, and `rollbacks`, the number of rollbacks of the run; empty if
-        there was none.
+        `step`, to which it was rolled back, `rollbacks`, the number of rollbacks of the run, and `history`,
+        the steps of all of them in their order; empty if there was none.
 
     Raises:
-        UserError: the file is no JSON object.
+        UserError: the file is damaged.
     """
     path = run / ROLLBACK
     if not path.is_file():
         return {}
-    return read_json(path, "remove it")
+    rollback = read_json(path, "remove it")
+    step = rollback.get("step")
+    rollbacks = rollback.get("rollbacks")
+    history = rollback.get("history", [step] * rollbacks if isinstance(rollbacks, int) else [])
+    numbers = [step, rollbacks, *history] if isinstance(history, list) else [None]
+    is_whole = all(isinstance(number, int) for number in numbers) and len(history) == rollbacks
+    if not is_whole:
+        raise UserError(f"{path}: damaged; remove it")
+    return {**rollback, "history": history}
 
 
 def finish_rollback(run: Path) -> None:
     """Delete checkpoints that a rollback was to delete before its process was killed.
 
-    A checkpoint after the rollback's step goes if it was saved before the rollback, or is half deleted.
+    A checkpoint goes if its step is after that of a rollback since it was saved, or if it is half deleted and
+    after the last one.
 
     Args:
         run: the run's folder.
@@ -224,14 +261,15 @@ def finish_rollback(run: Path) -> None:
     if not rollback:
         return
     for step in saved_steps(folder):
-        if step <= rollback["step"]:
+        if step <= min(rollback["history"]):
             continue
         path = folder / str(step)
         extra = path / EXTRA / "metadata"
         guards = {}
         if extra.is_file():
             guards = read_json(extra, f"delete {path}")["guards"]
-        if guards.get("rollbacks", 0) < rollback["rollbacks"]:
+        lowest = lowest_rollback(rollback, guards.get("rollbacks", 0))
+        if lowest is not None and step > lowest:
             shutil.rmtree(path)
 
 

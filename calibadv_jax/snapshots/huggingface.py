@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_folder, atomic_write, read_json, write_json
 from calibadv_jax.core.hub import TOKENIZER_FILES
-from calibadv_jax.policy.architecture import architecture_from_hf
+from calibadv_jax.policy.architecture import RopeScaling, YarnScaling, architecture_from_hf, rope_fields
 from calibadv_jax.policy.transformer import Params, Policy
 from calibadv_jax.policy.weights import (
     WEIGHTS,
@@ -42,6 +42,8 @@ CARD = "README.md"
 WRITER = {"format": "pt", "writer": "calibadv_jax"}
 # Safetensors' names of the dtypes that are read.
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+# Prefix of the names of all tensors but the output head.
+BODY_PREFIX = "model."
 # The class in transformers of each model_type.
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 # Number of rows of the embeddings that are compared at a time with those of a tied output head.
@@ -205,8 +207,20 @@ def refuse_foreign(output: Path) -> None:
 def _policy_weights(folder: Path, policy: Policy, with_values: bool = True) -> Iterator[Weights]:
     """Open a folder's weights, after comparing them with a policy."""
     with open_weights(weight_files(folder)) as weights:
+        _add_prefix(weights, policy)
         _check(weights, policy, str(folder), with_values)
         yield weights
+
+
+def _add_prefix(weights: Weights, policy: Policy) -> None:
+    """Name the tensors of a model that was saved without its output head as those of a whole model.
+
+    Their names lack the prefix ``model.``; transformers adds it, too.
+    """
+    for name in set(hf_shapes(policy.abstract_base)).difference(weights.files):
+        stored_name = name.removeprefix(BODY_PREFIX)
+        if stored_name in weights.files:
+            weights.rename(stored_name, name)
 
 
 def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> None:
@@ -215,6 +229,7 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> 
     for name in weights.files:
         if not name.endswith("rotary_emb.inv_freq"):  # computed from the config
             shapes[name] = weights.shape(name)
+    _refuse_quantised(weights, source)
     head = WEIGHTS["lm_head.kernel"].hf
     embedding = WEIGHTS["embed.embedding"].hf
     if policy.architecture.tie_word_embeddings and head in shapes:
@@ -226,15 +241,22 @@ def _check(weights: Weights, policy: Policy, source: str, with_values: bool) -> 
         raise UserError(
             f"{source}: {len(problems)} tensor(s) do not fit config.json: {summarise_problems(problems)}"
         )
+
+
+def _refuse_quantised(weights: Weights, source: str) -> None:
+    """Raise UserError if a tensor has another dtype than weights that are not quantised.
+
+    Shapes are compared afterwards: FP8, GPTQ, AWQ and bitsandbytes also add tensors of their own.
+    """
     coded = []
-    for name in shapes:
+    for name in sorted(weights.files):
         dtype = weights.dtype(name)
         if dtype not in STORED_DTYPES:
             coded.append(f"{name} ({dtype})")
     if coded:
         raise UserError(
-            f"{source}: quantised or integer weights are not supported: {', '.join(coded)};"
-            " give the folder of the unquantised model"
+            f"{source}: quantised or integer weights are not supported: {summarise_problems(coded)}; give the"
+            " folder of the unquantised model"
         )
 
 
@@ -293,14 +315,27 @@ def _complete_config(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]
     config["rope_theta"] = rope_theta
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": rope_theta}
     if architecture.rope_scaling is not None:
-        scaling: dict[str, Any] = {"rope_type": "llama3"}
-        scaling.update(asdict(architecture.rope_scaling))
-        scaling["original_max_position_embeddings"] = scaling.pop("original_length")
+        scaling = _rope_scaling(hf_config, architecture.rope_scaling)
         config["rope_scaling"] = scaling
         config["rope_parameters"] = {**scaling, "rope_theta": rope_theta}
     config["dtype"] = dtype
     config["torch_dtype"] = dtype
     return config
+
+
+def _rope_scaling(hf_config: Mapping[str, Any], rope: RopeScaling | YarnScaling) -> dict[str, Any]:
+    """Return the field rope_scaling of config.json, as transformers and vLLM read it."""
+    if isinstance(rope, YarnScaling):
+        # Only fields that were given: readers differ in what they know beside them.
+        scaling = {name: value for name, value in rope_fields(hf_config).items() if value is not None}
+        scaling.pop("type", None)
+        scaling.pop("rope_theta", None)
+        scaling |= {"rope_type": "yarn", "factor": rope.factor}
+    else:
+        scaling = {"rope_type": "llama3", **asdict(rope)}
+        scaling.pop("original_length")
+    scaling["original_max_position_embeddings"] = rope.original_length
+    return scaling
 
 
 def _is_tokenizer_file(name: str) -> bool:

@@ -7,11 +7,12 @@ checkpoint; a thread uploads what has changed; the marker's next version names t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock, Thread
@@ -20,7 +21,13 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.kept import FOLDER as CONFIGS
 from calibadv_jax.config.kept import run_hash
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import UserError, cause_text
+from calibadv_jax.core.errors import (
+    FULL_DISK_ERRNOS,
+    EnvironmentFailure,
+    UserError,
+    cause_text,
+    storage_errno,
+)
 from calibadv_jax.core.files import atomic_folder, atomic_write
 from calibadv_jax.core.locking import locked_run
 from calibadv_jax.metrics.console import Console
@@ -36,6 +43,21 @@ PATIENCE = 600.0  # seconds for which the orderly end of a run waits for the las
 HURRY = 120.0  # seconds for which any other end of a run waits for it
 TRIES = 5  # tries to fetch or take over the copy while other starts write to it
 FILES_AT_ONCE = 4  # files that are uploaded at the same time
+
+
+class Damaged(UserError):
+    """Files of the copy are lost, or have other contents than were sent.
+
+    Attributes:
+        paths: of the files, in the run's folder.
+    """
+
+    def __init__(self, key: str, paths: Iterable[str], fault: str):
+        self.paths = sorted(paths)
+        super().__init__(
+            f"{key}: {summarise_problems(self.paths)} {fault}: damaged in the copy; restore the objects, or"
+            " choose another run.mirror"
+        )
 
 
 def open_mirror(config: Config, console: Console) -> Mirror | None:
@@ -214,6 +236,7 @@ class Mirror:
         version = self._marker.version
         states = file_states(self.folder)
         changed = [path for path in version.files if states.get(path) != version.state_of(path)]
+        lost = self._lost_paths(version, changed)
         changed_steps = {step_of(path) for path in changed}
         total = 0
         for path in changed:
@@ -225,13 +248,73 @@ class Mirror:
         rollback = {}
         if ROLLBACK in places:
             rollback[ROLLBACK] = places.pop(ROLLBACK)
-        self._fetch_files(places)
-        for step in version.steps:
-            if step in changed_steps:
-                self._fetch_checkpoint(step)
-        for step in set(saved_steps(self.folder / CHECKPOINTS)).difference(version.steps):
+        self._fetch_whole_files(places, lost)
+        whole_steps = self._fetch_checkpoints([step for step in version.steps if step in changed_steps], lost)
+        kept_steps = set(version.steps).difference(changed_steps).union(whole_steps)
+        for step in set(saved_steps(self.folder / CHECKPOINTS)).difference(kept_steps):
             shutil.rmtree(self.folder / CHECKPOINTS / str(step))
+        if version.owner == self._marker.owner and len(kept_steps) < len(version.steps):
+            whole = version.with_steps(tuple(sorted(kept_steps)))
+            self._store.call(
+                "leaving out damaged checkpoints", lambda: self._marker.commit(whole, self._pins)
+            )
         self._fetch_files(rollback)  # until then the store is newer
+
+    def _lost_paths(self, version: MarkerVersion, paths: Iterable[str]) -> set[str]:
+        """Return the files whose objects are not in the store, or have another size there.
+
+        Raises:
+            FileNotFoundError: As the cause of a UserError: another start has written meanwhile.
+        """
+        entries = {path: version.files[path] for path in paths}
+        if not entries:
+            return set()
+        sizes = self._store.call("listing its objects", lambda: self._store.sizes(OBJECTS))
+        lost = _without_object(entries, sizes)
+        if lost:
+            current = self._store.call("reading its marker", self._marker.read)
+            if current.number != version.number:
+                raise UserError(f"{self._key} was written meanwhile; try again") from FileNotFoundError()
+        return lost
+
+    def _fetch_whole_files(self, places: Mapping[str, Path], lost: Collection[str]) -> None:
+        """Fetch files that belong to no checkpoint; the damaged ones are named and left out."""
+        whole = {path: place for path, place in places.items() if path not in lost}
+        damaged = [path for path in places if path in lost]
+        while True:
+            try:
+                self._fetch_files(whole)
+                break
+            except Damaged as error:
+                damaged += error.paths
+                whole = {path: place for path, place in whole.items() if path not in error.paths}
+        if damaged:
+            names = summarise_problems(sorted(damaged))
+            self._console.warn(f"{self._key}: {names} lost or damaged in the copy, and left out")
+
+    def _fetch_checkpoints(self, steps: list[int], lost: Collection[str]) -> list[int]:
+        """Fetch checkpoints and return the steps of those that are whole; the others are named.
+
+        Raises:
+            UserError: All are damaged, and the folder has none of those that the store names.
+        """
+        whole_steps = []
+        faults: list[Damaged] = []
+        for step in steps:
+            lost_of_step = [path for path in lost if step_of(path) == step]
+            try:
+                if lost_of_step:
+                    raise Damaged(self._key, lost_of_step, "lost, or not as long as its marker says")
+                self._fetch_checkpoint(step)
+                whole_steps.append(step)
+            except Damaged as error:
+                faults.append(error)
+        for fault in faults:
+            self._console.warn(f"{fault}; its checkpoint is left out")
+        other_steps = set(self._marker.version.steps).difference(steps)
+        if faults and not whole_steps and not other_steps:
+            raise UserError(f"{faults[-1]}: it holds no whole checkpoint")
+        return whole_steps
 
     def _fetch_checkpoint(self, step: int) -> None:
         """Fetch all files of a checkpoint, in place of the checkpoint that is there."""
@@ -256,7 +339,16 @@ class Mirror:
             names = [str(partial) for partial in partials.values()]
 
             def get_files() -> None:
-                self._store.files.get(objects, names)
+                try:
+                    self._store.files.get(objects, names)
+                except OSError as error:
+                    # Reading a store fills no disk: it is the disk of the run's folder.
+                    if storage_errno(error) in FULL_DISK_ERRNOS:
+                        raise EnvironmentFailure(
+                            f"run.dir={self.folder} cannot be written ({cause_text(error)}) while the run is"
+                            f" fetched from {self._key}; make room there"
+                        ) from error
+                    raise
 
             def sizes() -> list[int]:
                 return [os.path.getsize(name) if os.path.exists(name) else 0 for name in names]
@@ -269,12 +361,24 @@ class Mirror:
                     wrong.append(path)
             if wrong:
                 raise UserError(
-                    f"{self._key}: {summarise_problems(wrong)} not as long as its marker says; remove the"
-                    " copy"
+                    f"{self._key}: {summarise_problems(wrong)} not as long as its marker says, when it was"
+                    " fetched; try again"
                 )
+            self._check_digests(partials)
             for path, partial in partials.items():
                 _, _, mtime_ns = files[path]
                 os.utime(partial, ns=(mtime_ns, mtime_ns))
+
+    def _check_digests(self, fetched: Mapping[str, Path]) -> None:
+        """Raise Damaged if fetched files have other contents than were sent."""
+        version = self._marker.version
+        damaged = []
+        for path, file in fetched.items():
+            name, _, _ = version.files[path]
+            if name in version.digests and _digest(file) != version.digests[name]:
+                damaged.append(path)
+        if damaged:
+            raise Damaged(self._key, damaged, "with other contents than its marker says")
 
     # --- To the store ---
 
@@ -395,18 +499,49 @@ class Mirror:
     def _upload(self, step: int, links: Path) -> None:
         """Upload what changed, then name it in the marker."""
         version = self._marker.read_owned()
+        lost = self._lost_objects(version)
+        for path in lost:
+            if step_of(path) is None and not (links / path).exists():
+                link_file(self.folder / path, links / path)
         states = file_states(links)
-        changed = [path for path, state in states.items() if version.state_of(path) != state]
+        changed = []
+        for path, state in states.items():
+            if path in lost or version.state_of(path) != state:
+                changed.append(path)
         names = {path: f"{links.name}.{number}" for number, path in enumerate(changed)}
         sources = [str(links / path) for path in changed]
         objects = [f"{OBJECTS}/{names[path]}" for path in changed]
         self._store.files.put(sources, objects, batch_size=FILES_AT_ONCE)
+        digests = {names[path]: _digest(links / path) for path in changed}
+        for path, state in file_states(links).items():
+            if path in names and state != states[path]:  # it grew, and may have done so before it was sent
+                del digests[names[path]]
         with self._committing:
             if links not in self._pins:  # a rollback has dropped it
                 return
             version = self._marker.read_owned().up_to(step)
             entries = self._entries(step, names, states)
-            self._marker.commit(self._with_step(version, step, entries, states), self._pins)
+            version = self._without_lost_steps(version, step, lost)
+            version = self._with_step(version, step, entries, states)
+            self._marker.commit(_with_digests(version, digests), self._pins)
+
+    def _lost_objects(self, version: MarkerVersion) -> set[str]:
+        """Return the copied files whose objects have vanished from the store, or have another size there.
+
+        Args:
+            version: that is in the store; if the store was emptied, it names no files.
+        """
+        return _without_object(self._marker.version.files | version.files, self._store.sizes(OBJECTS))
+
+    def _without_lost_steps(self, version: MarkerVersion, step: int, lost: Collection[str]) -> MarkerVersion:
+        """Return a version without checkpoints before `step` that have lost objects, which it says."""
+        lost_steps = {step_of(path) for path in lost if path in version.files} - {None, step}
+        if lost_steps:
+            numbers = ", ".join(map(str, sorted(filter(None, lost_steps))))
+            self._console.warn(
+                f"{self._key} has lost objects of the checkpoints {numbers}, which it leaves out"
+            )
+        return version.with_steps(tuple(kept for kept in version.steps if kept not in lost_steps))
 
     def _entries(self, step: int, names: dict[str, str], states: dict[str, FileState]) -> dict[str, Entry]:
         """Return the marker's entries of uploaded files; raise OSError if one of the step is incomplete."""
@@ -436,3 +571,28 @@ class Mirror:
                 files[path] = entry
         files.update(entries)
         return version.model_copy(update={"steps": steps, "files": files, "run": run_hash(self.folder)})
+
+
+def _without_object(entries: Mapping[str, Entry], sizes: Mapping[str, int]) -> set[str]:
+    """Return the paths whose objects are not among these sizes by name, or have another size there."""
+    paths = set()
+    for path, (name, size, _) in entries.items():
+        if sizes.get(name) != size:
+            paths.add(path)
+    return paths
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file's contents in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _with_digests(version: MarkerVersion, digests: Mapping[str, str]) -> MarkerVersion:
+    """Return a version with further digests, and without those of objects that it does not name."""
+    all_digests = {**version.digests, **digests}
+    kept = {}
+    for name, _, _ in version.files.values():
+        if name in all_digests:
+            kept[name] = all_digests[name]
+    return version.model_copy(update={"digests": kept})

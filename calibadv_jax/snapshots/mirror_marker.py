@@ -12,14 +12,14 @@ import re
 import socket
 import uuid
 from collections.abc import Collection
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.services.object_store import ObjectStore
-from calibadv_jax.snapshots.checkpoint import read_rollback
+from calibadv_jax.snapshots.checkpoint import lowest_rollback, read_rollback
 from calibadv_jax.snapshots.run_files import RUN_FILE, FileState, step_of
 
 MARKER = "marker"  # folder of the marker's versions in the store
@@ -27,8 +27,11 @@ OBJECTS = "objects"  # folder of the run's files in the store
 OLD_MARKER = "mirror.json"  # name of the marker that version 0.1 wrote
 ID_LENGTH = 32  # hexadecimal digits of an upload's name
 OBJECT = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}[.][0-9]+")  # name of an object: its upload and a number
+VERSION = re.compile("[0-9]{8,18}")  # name of a version of the marker; people may put other files beside it
 
-Entry = tuple[str, int, int]  # name of the object, size in bytes, time of the last change in ns
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+# name of the object, size in bytes, time of the last change in ns
+Entry = tuple[str, Count, Annotated[int, Field(gt=-(2**63), lt=2**63)]]
 
 
 class TakenOver(UserError):
@@ -45,18 +48,24 @@ class MarkerVersion(BaseModel, frozen=True):
         rollbacks: number of rollbacks of the run.
         steps: steps of the complete checkpoints, ascending.
         files: the run's files, by path in its folder.
+        digests: SHA-256 in hexadecimal by the name of an object; without files that changed meanwhile, and
+            those of earlier versions of this program.
     """
 
     number: int = 0
     owner: dict[str, Any] = {}
     run: str = ""
-    rollbacks: int = 0
-    steps: tuple[int, ...] = ()
+    rollbacks: Count = 0
+    steps: tuple[Count, ...] = ()
     files: dict[str, Entry] = {}
+    digests: dict[str, str] = {}
 
     def up_to(self, last: int) -> MarkerVersion:
         """Return a copy without the checkpoints of steps after `last`."""
-        steps = tuple(step for step in self.steps if step <= last)
+        return self.with_steps(tuple(step for step in self.steps if step <= last))
+
+    def with_steps(self, steps: tuple[int, ...]) -> MarkerVersion:
+        """Return a copy with these checkpoints alone, and all files that belong to no checkpoint."""
         files = {}
         for path, entry in self.files.items():
             step = step_of(path)
@@ -102,7 +111,7 @@ class Marker:
         Raises:
             UserError: it is not of a run's copy, or of an older format.
         """
-        names = list(self._store.sizes(MARKER))
+        names = self._names()
         if not names and OLD_MARKER in self._store.sizes(""):
             raise UserError(
                 f"{self._key} holds a copy in an older format ({OLD_MARKER}); choose another place"
@@ -113,15 +122,37 @@ class Marker:
         try:
             version = MarkerVersion.model_validate_json(self._store.files.cat_file(f"{MARKER}/{newest}"))
         except FileNotFoundError:
-            if list(self._store.sizes(MARKER)) == names:
+            if self._names() == names:
                 raise
             return self.read()  # a newer version has replaced it meanwhile
         except ValueError as error:
             raise UserError(f"{self._key}: {MARKER} is not of a run's copy; choose another place") from error
+        self._check_files(version)
+        return version.model_copy(update={"number": int(newest)})
+
+    def _names(self) -> list[str]:
+        """Return the names of the marker's versions, in their order."""
+        return sorted(filter(VERSION.fullmatch, self._store.sizes(MARKER)), key=int)
+
+    def _check_files(self, version: MarkerVersion) -> None:
+        """Refuse (UserError) a version that no start has written: foreign files, steps without files."""
+        folders: set[str] = set()
+        steps: set[int | None] = set()
         for path, (name, _, _) in version.files.items():
             if not RUN_FILE.fullmatch(path) or not OBJECT.fullmatch(name):
                 raise UserError(f"{self._key}: {path!r} is no file of a run; choose another place")
-        return version.model_copy(update={"number": int(newest)})
+            folders.update(str(folder) for folder in PurePosixPath(path).parents)
+            steps.add(step_of(path))
+        is_both = sorted(folders.intersection(version.files))
+        if is_both:
+            raise UserError(f"{self._key}: {is_both[0]!r} is both a file and a folder; choose another place")
+        without_files = [step for step in version.steps if step not in steps]
+        is_ascending = list(version.steps) == sorted(set(version.steps))
+        if without_files or not is_ascending:
+            raise UserError(
+                f"{self._key}: its marker is damaged (steps {list(version.steps)}, without files:"
+                f" {without_files}); choose another place"
+            )
 
     def read_owned(self) -> MarkerVersion:
         """Return the newest version, without what the run's last rollback deleted.
@@ -131,6 +162,11 @@ class Marker:
             UserError: as `read`.
         """
         version = self.read()
+        if version.number == 0 and self.version.number > 0:
+            # The store was emptied. Nobody else has begun a copy there since, so this start begins another.
+            number = self.version.number
+            rollbacks = self.version.rollbacks
+            return self.rolled_back(MarkerVersion(number=number, owner=self.owner, rollbacks=rollbacks))
         owner = version.owner
         if owner.get("token") != self.owner["token"]:
             self.taken_over = TakenOver(
@@ -141,12 +177,12 @@ class Marker:
         return self.rolled_back(version)
 
     def rolled_back(self, version: MarkerVersion) -> MarkerVersion:
-        """Return a version without the checkpoints that this run's last rollback deleted."""
+        """Return a version without the checkpoints that rollbacks of this run have deleted since."""
         rollback = read_rollback(self._folder)
-        rollbacks = rollback.get("rollbacks", 0)
-        if rollbacks <= version.rollbacks:
+        lowest = lowest_rollback(rollback, version.rollbacks)
+        if lowest is None:
             return version
-        return version.up_to(rollback["step"]).model_copy(update={"rollbacks": rollbacks})
+        return version.up_to(lowest).model_copy(update={"rollbacks": rollback["rollbacks"]})
 
     def commit(self, version: MarkerVersion, uploads: Collection[Path], claims: bool = False) -> None:
         """Create the next version unless another start has; then delete the objects that it does not name.
@@ -170,7 +206,7 @@ class Marker:
         is_created = self._store.create(f"{MARKER}/{name}", text)
         if is_created and claims and self._store.create(f"{MARKER}/{name}", text):
             raise UserError(f"{self._key}: the store ignores conditional puts (If-None-Match); use another")
-        *older, newest = self._store.sizes(MARKER)
+        *older, newest = self._names()
         # A number whose object was deleted can be created again: then `newest` is another one.
         is_newest = is_created and newest == name
         if not is_newest and self.read_owned() != version:
@@ -186,7 +222,7 @@ class Marker:
         named = {name for name, _, _ in version.files.values()}
         uploading = {folder.name for folder in list(uploads)}
         obsolete = []
-        for name in objects:
+        for name in filter(OBJECT.fullmatch, objects):
             if name not in named and name[:ID_LENGTH] not in uploading:
                 obsolete.append(f"{OBJECTS}/{name}")
         obsolete += [f"{MARKER}/{name}" for name in older]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -36,18 +36,29 @@ class Weights:
     Attributes:
         files: by tensor name, the open file that holds the tensor.
         path_of: by tensor name, the path of that file.
+        stored_names: by tensor name, its name in the file, if that is another one.
     """
 
     files: dict[str, Any]
     path_of: dict[str, Path]
+    stored_names: dict[str, str] = field(default_factory=dict)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a tensor another name than it has in its file."""
+        self.files[new] = self.files.pop(old)
+        self.path_of[new] = self.path_of.pop(old)
+        self.stored_names[new] = old
+
+    def _slice(self, name: str) -> Any:
+        return self.files[name].get_slice(self.stored_names.get(name, name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, by the header of its file."""
-        return tuple(self.files[name].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor, by the header of its file and in its words, such as "BF16"."""
-        return str(self.files[name].get_slice(name).get_dtype())
+        return str(self._slice(name).get_dtype())
 
     def read(self, name: str, region: Region) -> np.ndarray:
         """Read a region of a tensor.
@@ -63,7 +74,7 @@ class Weights:
             UserError: the file is damaged.
         """
         try:
-            return self.files[name].get_slice(name)[region]
+            return self._slice(name)[region]
         except SafetensorError as error:
             raise UserError(f"{self.path_of[name]}: {name} cannot be read: {error}") from error
 

@@ -21,7 +21,7 @@ from qdrant_client.http.exceptions import ApiException
 
 from retriever.backends import LEXICAL, BuildOptions, IndexOptions
 from retriever.encoders.registry import check_dimension, check_vector, make_encoder
-from retriever.errors import RetrieverError, Unavailable, reason
+from retriever.errors import RetrieverError, Unavailable, explained_proxies, reason
 from retriever.indexes.backend import Backend, Build
 from retriever.indexes.embeddings import Embeddings
 from retriever.indexes.progress import progress_bar
@@ -330,10 +330,11 @@ def connect(folder: Path, url: str) -> Any:
         url: Address of a server, or another folder of the embedded mode.
 
     Raises:
-        RetrieverError: Another process has opened the folder.
+        RetrieverError: Another process has opened the folder, or a proxy of the environment cannot be used.
     """
     if "://" in url:
-        return QdrantClient(url=url, api_key=os.environ.get("QDRANT_API_KEY"), timeout=TIMEOUT)
+        with explained_proxies():
+            return QdrantClient(url=url, api_key=os.environ.get("QDRANT_API_KEY"), timeout=TIMEOUT)
     folder = Path(url) if url else folder
     try:
         return QdrantClient(path=str(folder))

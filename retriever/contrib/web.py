@@ -1,4 +1,4 @@
-"""Web search by SerpAPI (https://serpapi.com/search-api), within a budget.
+"""Web search by SerpAPI (https://serpapi.com/search-api), Serper or SearXNG, within a budget.
 
 Each attempt is counted on disk before it is sent, so that neither a crash nor a restart exceeds the budget.
 Titles and snippets are returned; pages are not fetched.
@@ -14,17 +14,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from retriever.errors import RequestFailed, RetrieverError
+from retriever.contrib.web_apis import APIS, BadReply, line, problem_of
+from retriever.errors import RequestFailed, RetrieverError, explained_proxies
 from retriever.files import atomic_write
 from retriever.interfaces import Hits
 
-ENDPOINT = "https://serpapi.com/search.json"
-# Variable of the environment that holds the key of the API.
-KEY_VARIABLE = "SERPAPI_API_KEY"
 # Requests at the same time.
 PARALLEL = 8
 # Seconds to wait before each attempt of a query.
@@ -92,7 +89,7 @@ class Budget:
 
 
 class WebSearch:
-    """Searches the web by SerpAPI, at its own endpoint or another address of the same API.
+    """Searches the web by an API of `web_apis`, at its own endpoint or another address of the same API.
 
     Args:
         options: Options of the service: `cache_path`, `web_budget`, `web_endpoint` and `retriever_name`.
@@ -102,16 +99,25 @@ class WebSearch:
         manifest: Kind and encoder, as of an index.
 
     Raises:
-        RetrieverError: There is no key in the environment, or the count of requests is damaged.
+        RetrieverError: There is no key in the environment, no address is known, or the count of requests is
+            damaged.
     """
 
     def __init__(self, options: argparse.Namespace):
+        self._api = APIS[options.retriever_name]
         self.budget = Budget(Path(f"{options.cache_path}.budget"), options.web_budget)
-        self._key = os.environ.get(KEY_VARIABLE, "")
-        if not self._key:
-            raise RetrieverError(f"{KEY_VARIABLE} is not set; web search needs it in the environment")
-        self._endpoint = options.web_endpoint or ENDPOINT
-        self._http = httpx.Client(timeout=TIMEOUT)
+        variable = self._api.key_variable
+        self._key = os.environ.get(variable, "") if variable else ""
+        if variable and not self._key:
+            raise RetrieverError(f"{variable} is not set; web search needs it in the environment")
+        self._endpoint = options.web_endpoint or self._api.endpoint
+        if not self._endpoint:
+            raise RetrieverError(
+                f"--web_endpoint is missing: {self._api.name} has no address of its own; give yours, such as "
+                "http://127.0.0.1:8080/search"
+            )
+        with explained_proxies():
+            self._http = httpx.Client(timeout=TIMEOUT)
         self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="web-search")
         self.manifest = {"kind": "web", "encoder": options.retriever_name}
 
@@ -134,7 +140,7 @@ class WebSearch:
 
     def _ask(self, query: str, k: int) -> Hits | Exception:
         """Return the results of a query, after as many attempts as it takes, or its error."""
-        parameters = {"api_key": self._key, "engine": "google", "q": query, "num": str(k)}
+        name = self._api.name
         problem = ""
         for delay in DELAYS:
             time.sleep(delay)
@@ -145,52 +151,35 @@ class WebSearch:
                     f" or delete {self.budget.path} to count again",
                 )
             try:
-                response = self._http.get(self._endpoint, params=parameters)
-                reply = response.json()
-                if response.status_code == 200:
-                    return _hits(reply, k)
-            except httpx.HTTPError as error:
+                response = self._http.request(url=self._endpoint, **self._api.request(self._key, query, k))
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = type(error).__name__  # not the text: it shows the address with the key
                 continue
-            except (ValueError, AttributeError, TypeError) as error:
-                return RequestFailed(502, f"serpapi: unusable answer: {_line(error, PROBLEM_LENGTH)}")
-            cause = reply.get("error") if isinstance(reply, dict) else ""
-            problem = f"status {response.status_code}: {_line(cause, PROBLEM_LENGTH)}"
+            try:
+                reply = response.json()
+            except (ValueError, RecursionError) as error:  # no JSON, or too many brackets
+                reply = None
+                problem = f"no JSON ({line(error, PROBLEM_LENGTH)})"
+            else:
+                problem = problem_of(reply)
+            if response.status_code == 200:
+                if reply is None:
+                    return RequestFailed(502, f"{name}: unusable answer: {problem}")
+                try:
+                    return self._api.hits(reply, k)
+                except BadReply as error:
+                    problem = line(error, PROBLEM_LENGTH * 3)
+                    if not error.may_pass:
+                        return RequestFailed(502, f"{name}: unusable answer: {problem}")
+                    continue
+            problem = f"status {response.status_code}: {problem}"
             may_pass = response.status_code == 429 or response.status_code >= 500
             if not may_pass:
-                return RequestFailed(502, f"serpapi: {problem}; check key and quota")
-        return RequestFailed(502, f"serpapi: no answer after {len(DELAYS)} attempts ({problem})")
+                return RequestFailed(502, f"{name}: {problem}; {self._advice()}")
+        return RequestFailed(502, f"{name}: no answer after {len(DELAYS)} attempts ({problem})")
 
-
-def _hits(reply: dict[str, Any], k: int) -> Hits:
-    """Return those of the first k results that have a link.
-
-    Args:
-        reply: The provider's reply.
-        k: Number of results to look at.
-
-    Raises:
-        ValueError: The search has failed, with the provider's message.
-    """
-    results: list[dict[str, Any]] = reply.get("organic_results", [])
-    problem = str(reply.get("error", ""))
-    is_empty = "any results" in problem  # the provider's message for no results
-    if problem and not results and not is_empty:
-        raise ValueError(problem)
-    hits: Hits = []
-    for result in results[:k]:
-        link = _line(result.get("link"))
-        if not link:
-            continue
-        title = _line(result.get("title"))
-        snippet = _line(result.get("snippet"))
-        row = {"id": link, "contents": f'"{title}"\n{snippet}', "url": link}
-        rank = len(hits) + 1
-        hits.append((row, 1.0 / rank))
-    return hits
-
-
-def _line(text: Any, length: int | None = None) -> str:
-    """Return text on one line, cut to a length; half of a surrogate pair becomes U+FFFD."""
-    encodable = str(text or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return " ".join(encodable.split())[:length]
+    def _advice(self) -> str:
+        """Return what to do about a refused request."""
+        if self._api.key_variable:
+            return "check key and quota"
+        return "check the address, and that the instance allows the format json (search.formats)"

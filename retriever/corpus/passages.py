@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import mmap
-import zlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
 
 from tqdm import tqdm
 
+from retriever.corpus.containers import COMPRESSIONS, ZIP, open_text
 from retriever.corpus.layouts import is_convertible, read_passages
 from retriever.corpus.offsets import CACHED_FROM, Offsets, load_offsets, save_offsets, scan
 from retriever.corpus.rows import parse_row, read_lines
@@ -72,7 +72,7 @@ def split_contents(contents: str) -> tuple[str, str]:
 
 
 def load_corpus(path: Path, progress: bool = True) -> Corpus:
-    """Map a ``.jsonl`` into memory, or read a small ``.jsonl.gz`` or a file of another layout.
+    """Map a ``.jsonl`` into memory, or read a small packed one or a file of another layout.
 
     Every row is checked the first time; the offsets of a large file are then kept in a file beside it.
 
@@ -87,11 +87,11 @@ def load_corpus(path: Path, progress: bool = True) -> Corpus:
         RetrieverError: There is no such file, a row is malformed or an id repeated (with its place), or the
             corpus is too large to be held in memory.
     """
-    if not path.is_file():
+    if not path.exists():
         raise RetrieverError(f"{path}: no such corpus; set --corpus_path to a .jsonl, csv, tsv or .gz file")
     if is_convertible(path):
         return _converted(path, progress)
-    if path.suffix == ".gz":
+    if _is_packed(path):
         return _in_memory(path, _unpack(path))
     size = path.stat().st_size
     if not size:
@@ -112,6 +112,7 @@ def _converted(path: Path, progress: bool) -> Corpus:
     convert = f"python -m retriever.prepare_corpus {path} --output corpus.jsonl"
     lines = io.BytesIO()
     places = []
+    has_titles = False
     for where, passage in read_passages(path, progress):
         if passage.id is None:
             raise RetrieverError(f"{where}: no id; {convert} --number_ids numbers the rows")
@@ -119,10 +120,15 @@ def _converted(path: Path, progress: bool) -> Corpus:
             raise RetrieverError(f"{where}: no text; {convert} drops it")
         lines.write(passage.to_line())
         places.append(where)
+        has_titles = has_titles or passage.has_title
         if lines.tell() > GZIP_LIMIT:
             raise RetrieverError(
                 f"{path}: more than {GZIP_LIMIT:,} bytes as JSON; {convert} makes a corpus that is mapped"
             )
+    if places and not has_titles:
+        sys.stderr.write(
+            f"warning: {path}: no passage has a title; if a key holds it, {convert} --title KEY reads it\n"
+        )
     return _in_memory(path, lines.getvalue(), places)
 
 
@@ -141,14 +147,16 @@ def _lines(path: Path, size: int, progress: bool) -> Iterator[bytes]:
             bar.update(len(line))
 
 
+def _is_packed(path: Path) -> bool:
+    """Return whether a file is compressed, or a zip archive."""
+    magics = (ZIP, *(compression.magic for compression in COMPRESSIONS))
+    with path.open("rb") as file:
+        return file.read(max(map(len, magics))).startswith(magics)
+
+
 def _unpack(path: Path) -> bytes:
-    try:
-        with gzip.open(path) as file:
-            text = file.read(GZIP_LIMIT + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise RetrieverError(f"{path}: broken file: {error}") from error
+    with open_text(path) as file:
+        text = file.read(GZIP_LIMIT + 1)
     if len(text) > GZIP_LIMIT:
-        raise RetrieverError(
-            f"{path}: more than {GZIP_LIMIT:,} bytes; unpack it (gunzip -k {path}), then it is mapped"
-        )
+        raise RetrieverError(f"{path}: more than {GZIP_LIMIT:,} bytes; unpack it, then it is mapped")
     return text

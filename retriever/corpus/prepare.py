@@ -6,12 +6,12 @@ import glob
 import hashlib
 import mmap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retriever.corpus.layouts import Passage, read_passages
+from retriever.corpus.layouts import KNOWN_COLUMNS, Columns, Passage, read_passages
 from retriever.corpus.offsets import CACHED_FROM, Offsets, save_offsets, scan
 from retriever.errors import RetrieverError
 from retriever.files import atomic_write
@@ -19,10 +19,11 @@ from retriever.files import atomic_write
 
 @dataclass
 class PreparedPassages:
-    """Numbers of passages: read, written, and dropped by reason."""
+    """Numbers of passages: read, written, written without a title, and dropped by reason."""
 
     read: int = 0
     written: int = 0
+    untitled: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -32,6 +33,7 @@ def prepare_corpus(
     number_ids: bool = False,
     drop_duplicates: bool = False,
     progress: bool = True,
+    columns: Columns = KNOWN_COLUMNS,
 ) -> PreparedPassages:
     """Write the passages of all inputs as ``{"id", "contents"}`` (and ``"url"`` if a row has one).
 
@@ -43,6 +45,7 @@ def prepare_corpus(
         number_ids: Replace ids by numbers.
         drop_duplicates: Keep only the first of equal contents; takes about 100 bytes of memory a passage.
         progress: Show a progress bar on a terminal.
+        columns: Fields of the rows that the user names.
 
     Returns:
         How many passages were read, written and dropped.
@@ -63,7 +66,8 @@ def prepare_corpus(
             raise RetrieverError(f"{output}: cannot be written ({error.strerror})") from error
         with file:
             files = find_inputs(inputs)
-            for passage in _select_passages(files, drop_duplicates, number_ids, counts, progress):
+            passages = _read_files(files, progress, columns)
+            for passage in _select_passages(passages, drop_duplicates, number_ids, counts):
                 file.write(passage.to_line())
         if not counts.written:
             raise RetrieverError(f"{output}: no passage is left of {counts.read}; see docs/data.md")
@@ -95,28 +99,38 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
+def _read_files(files: Sequence[Path], progress: bool, columns: Columns) -> Iterator[tuple[str, Passage]]:
+    for path in files:
+        yield from read_passages(path, progress, columns)
+
+
 def _select_passages(
-    files: Sequence[Path], drop_duplicates: bool, number_ids: bool, counts: PreparedPassages, progress: bool
+    passages: Iterable[tuple[str, Passage]],
+    drop_duplicates: bool,
+    number_ids: bool,
+    counts: PreparedPassages,
 ) -> Iterator[Passage]:
     """Yield the passages to write, and count all of them in `counts`."""
     seen: set[bytes] = set()  # hashes of contents
-    for path in files:
-        for where, passage in read_passages(path, progress):
-            counts.read += 1
-            if not passage.contents:
-                counts.dropped["no text"] += 1
+    for where, passage in passages:
+        counts.read += 1
+        if not passage.contents:
+            counts.dropped["no text"] += 1
+            continue
+        if drop_duplicates:
+            digest = hashlib.blake2b(passage.contents.encode(), digest_size=16).digest()
+            if digest in seen:
+                counts.dropped["duplicate"] += 1
                 continue
-            if drop_duplicates:
-                digest = hashlib.blake2b(passage.contents.encode(), digest_size=16).digest()
-                if digest in seen:
-                    counts.dropped["duplicate"] += 1
-                    continue
-                seen.add(digest)
-            if passage.id is None and not number_ids:
-                raise RetrieverError(f"{where}: no id; --number_ids gives every passage its number")
-            passage_id = str(counts.written) if number_ids else passage.id
-            counts.written += 1
-            yield Passage(passage_id, passage.contents, passage.url)
+            seen.add(digest)
+        if passage.id is None and not number_ids:
+            raise RetrieverError(
+                f"{where}: no id; --number_ids gives every passage its number, --id KEY names its key"
+            )
+        passage_id = str(counts.written) if number_ids else passage.id
+        counts.written += 1
+        counts.untitled += not passage.has_title
+        yield Passage(passage_id, passage.contents, passage.url)
 
 
 def _check(path: Path) -> Offsets:
@@ -125,4 +139,6 @@ def _check(path: Path) -> Offsets:
         with path.open("rb", 2**20) as lines, mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) as text:
             return scan(lines, text, "the result")
     except RetrieverError as error:
-        raise RetrieverError(f"{error}; --number_ids gives every passage its number") from error
+        raise RetrieverError(
+            f"{error}; --number_ids gives every passage its number, --id KEY names the key of its id"
+        ) from error

@@ -5,27 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from retriever.backends import find_remote, load_object
 from retriever.corpus.pages import Pages
-from retriever.corpus.passages import load_corpus
+from retriever.corpus.passages import Corpus, load_corpus
 from retriever.encoders.reranker import Reranker
 from retriever.errors import RetrieverError
 from retriever.indexes.build import build_index
 from retriever.indexes.index import Index, open_index
+from retriever.indexes.lock import Locked, wait_until_unlocked
 from retriever.indexes.manifest import MANIFEST, read_manifest
 from retriever.indexes.resources import available_cores
 from retriever.interfaces import Searcher
 from retriever.options import build_options, index_options, read_token
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
+from retriever.service.hosts import is_loopback
 from retriever.service.limits import Limits
 from retriever.service.loading import ReportStage
-
-# Addresses that other hosts cannot reach.
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def _ignore_stage(stage: str) -> None:
@@ -46,7 +46,7 @@ def load(arguments: argparse.Namespace, report: ReportStage = _ignore_stage) -> 
         RetrieverError: Something is missing, or does not fit the rest.
     """
     token = read_token(arguments)
-    if arguments.host not in LOCAL_HOSTS and not token:
+    if not is_loopback(arguments.host) and not token:
         sys.stderr.write(f"warning: {arguments.host} is open to the network without --token_file\n")
     searcher = _load_searcher(arguments, report)
     reranker = None
@@ -121,10 +121,8 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
     path = arguments.index_path
     report(f"reading the corpus {arguments.corpus_path}")
     corpus = load_corpus(arguments.corpus_path)
-    has_index = path.is_file() or (path / MANIFEST).is_file()
-    if arguments.build_if_missing and not has_index:
-        report(f"building the index {path} over {len(corpus):,} passages")
-        build_index(corpus, path, build_options(arguments))
+    if arguments.build_if_missing and not _has_index(path):
+        _build_missing(corpus, arguments, report)
     elif arguments.build_if_missing and path.is_dir():
         manifest = read_manifest(path)
         for name in ("kind", "factory"):
@@ -136,3 +134,19 @@ def load_index(arguments: argparse.Namespace, report: ReportStage) -> Index:
                 )
     report(f"loading the index {path} over {len(corpus):,} passages")
     return open_index(path, corpus, index_options(arguments))
+
+
+def _has_index(path: Path) -> bool:
+    return path.is_file() or (path / MANIFEST).is_file()
+
+
+def _build_missing(corpus: Corpus, arguments: argparse.Namespace, report: ReportStage) -> None:
+    """Build the index, or wait for another process that builds it."""
+    path = arguments.index_path
+    while not _has_index(path):
+        report(f"building the index {path} over {len(corpus):,} passages")
+        try:
+            build_index(corpus, path, build_options(arguments))
+        except Locked as error:
+            report(f"waiting for another process, which builds {error.folder}")
+            wait_until_unlocked(error.folder)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import resource
 import select
+from collections import OrderedDict
 from typing import Any
 
 import h11
@@ -69,18 +69,20 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol over h11 with limits, which `bounded_protocol` sets.
 
     httptools, which uvicorn prefers, keeps heads and trailers of any length. Beyond `max_connections` a new
-    connection replaces the one that has waited longest without a request; if all have one, it gets 503.
+    connection replaces the one that has waited longest without a request; if all have one, it gets 503. The
+    work for a new connection does not depend on the number of open ones.
 
     Attributes:
         max_connections: Open connections.
         seconds: Seconds for a client to send a request's head, and to take a reply.
+        waiting: Connections without a request, in the order in which they began to wait.
+        ending: Connections that were closed to make room, until the loop has removed them.
     """
 
     max_connections: int
     seconds: float
-    # Numbers the moments at which connections become idle or busy. Not the time: connections of one round of
-    # the loop may have the same.
-    _moments = itertools.count()
+    waiting: OrderedDict[BoundedProtocol, None]
+    ending: set[BoundedProtocol]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -89,22 +91,25 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the time for the first request, and make room if there are too many connections."""
         super().connection_made(transport)
-        self._last_active = next(self._moments)
+        self.waiting[self] = None
         self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
-        if len(self.connections) > self.max_connections:
+        if len(self.connections) - len(self.ending) > self.max_connections:
             self._make_room()
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest without a request, else refuse this one."""
-        connections: list[Any] = [item for item in self.connections if not item.transport.is_closing()]
-        if len(connections) <= self.max_connections:
-            return
-        waiting = [item for item in connections if item is not self and item.is_waiting()]
-        waiting.sort(key=lambda connection: connection._last_active)
-        for connection in waiting:
-            if not connection.has_unread():
-                connection.transport.abort()
+        del self.waiting[self]
+        while self.waiting:
+            oldest, _ = self.waiting.popitem(last=False)
+            if oldest.transport.is_closing():
+                continue
+            # One with unread bytes waits again, as the newest, if they are no whole head.
+            if not oldest.has_unread():
+                self.ending.add(oldest)
+                oldest.transport.abort()
+                self.waiting[self] = None
                 return
+        self.ending.add(self)
         self._refuse(b"503 Service Unavailable\r\nretry-after: 1", BUSY)
 
     def has_unread(self) -> bool:
@@ -135,11 +140,23 @@ class BoundedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
+        self._note_waiting()
         if not self.is_waiting():
-            self._last_active = next(self._moments)
             self._deadline.cancel()
         elif self._deadline.cancelled():  # the first part of the next request
             self._deadline = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def on_response_complete(self) -> None:
+        """Let the connection wait for its next request."""
+        super().on_response_complete()
+        self._note_waiting()
+
+    def _note_waiting(self) -> None:
+        """Add the connection to those that wait, or remove it."""
+        if self.is_waiting() and not self.transport.is_closing():
+            self.waiting.setdefault(self)
+        else:
+            self.waiting.pop(self, None)
 
     def pause_writing(self) -> None:
         """Start the time for the client to take the reply."""
@@ -155,6 +172,8 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time."""
         self._deadline.cancel()
+        self.waiting.pop(self, None)
+        self.ending.discard(self)
         super().connection_lost(exc)
 
 
@@ -169,6 +188,10 @@ def bounded_protocol(max_connections: int, seconds: float) -> type[asyncio.Proto
     Returns:
         A subclass of BoundedProtocol.
     """
-    return type(
-        "BoundedProtocol", (BoundedProtocol,), {"max_connections": max_connections, "seconds": seconds}
-    )
+    members = {
+        "max_connections": max_connections,
+        "seconds": seconds,
+        "waiting": OrderedDict(),
+        "ending": set(),
+    }
+    return type("BoundedProtocol", (BoundedProtocol,), members)

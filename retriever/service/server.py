@@ -15,11 +15,17 @@ from retriever.errors import RetrieverError
 from retriever.files import atomic_write
 from retriever.options import read_token
 from retriever.service.assembly import load
+from retriever.service.hosts import AllowedHosts, RequireHost
 from retriever.service.loading import Loading, ReportStage
 from retriever.service.protocol import allowed_connections, bounded_protocol
 
 # Seconds between two looks at whether the parent process has ended.
 PARENT_SECONDS = 0.5
+# Connections that the loop accepts before it does anything else. They need files before those that they
+# replace are closed, four rounds of the loop later: together fewer than `protocol.SPARE_FILES`.
+ACCEPTED_AT_ONCE = 16
+# Connections that the system keeps until they are accepted.
+QUEUED_CONNECTIONS = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,11 +53,40 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allowed_hosts(arguments: argparse.Namespace) -> AllowedHosts:
+    """Return the hosts that a service without a token answers for.
+
+    Args:
+        arguments: Options of the service, as `options.parse` returns them.
+    """
+    names = [name.strip() for name in arguments.allowed_hosts.split(",")]
+    return AllowedHosts(arguments.host, tuple(name for name in names if name))
+
+
 def make_config(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     """Return uvicorn's settings, without WebSockets: it would open them before it asks for a token."""
     return uvicorn.Config(
-        app, http=protocol, ws="none", lifespan="off", log_level="warning", access_log=False
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=ACCEPTED_AT_ONCE,
     )
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose queue of connections is longer than the number accepted at once.
+
+    The loop uses one number for both. With a large one, a flood of connections took all files of the process.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(QUEUED_CONNECTIONS)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -68,15 +103,17 @@ def run(arguments: argparse.Namespace) -> None:
     def load_app(report: ReportStage) -> Any:
         return load(arguments, report)
 
-    loading = Loading(load_app, read_token(arguments))
+    token = read_token(arguments)
+    loading = Loading(load_app, token)
+    app = RequireHost(loading, None if token else allowed_hosts(arguments))
     max_connections = allowed_connections(arguments.max_connections)
     protocol = bounded_protocol(max_connections, arguments.request_seconds)
-    server = uvicorn.Server(make_config(loading, protocol))
+    server = Server(make_config(app, protocol))
     asyncio.run(_serve(server, listener, loading, arguments))
 
 
 async def _serve(
-    server: uvicorn.Server, listener: socket.socket, loading: Loading, arguments: argparse.Namespace
+    server: Server, listener: socket.socket, loading: Loading, arguments: argparse.Namespace
 ) -> None:
     """Serve, and raise what loading raises."""
     port = listener.getsockname()[1]
@@ -91,9 +128,7 @@ async def _serve(
             raise outcome
 
 
-async def _announce(
-    server: uvicorn.Server, loading: Loading, port: int, arguments: argparse.Namespace
-) -> None:
+async def _announce(server: Server, loading: Loading, port: int, arguments: argparse.Namespace) -> None:
     """Say that the service is ready when it is loaded; stop the server if it cannot be."""
     try:
         await loading.wait()
@@ -108,7 +143,7 @@ async def _announce(
             partial.write_text(str(port))
 
 
-async def _follow_parent(server: uvicorn.Server, parent_pid: int) -> None:
+async def _follow_parent(server: Server, parent_pid: int) -> None:
     """Stop the server when the parent process has ended."""
     while os.getppid() == parent_pid:
         await asyncio.sleep(PARENT_SECONDS)

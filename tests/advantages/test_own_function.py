@@ -69,6 +69,32 @@ def test_own_function_sees_the_groups(group, own):
     np.testing.assert_array_equal(credit.turns, [[1, 1], [0.5, 0.5], [0, 0]])
 
 
+@pytest.mark.parametrize("key", ["name", "base"])
+def test_own_function_gets_its_arguments(group, own, key):
+    name = own("def mine(groups, config, *, scale):\n    'Mine.'\n    return [[scale, 0.0, -scale]]\n")
+    config = parse_config(
+        "{}", "file.yaml", [f"advantage.{key}={name}", "advantage.args={scale: 3}"]
+    ).advantage
+    assert describe(config)[1] == "advantage = Mine."
+    (credit,) = compute_advantages([group], config).credits
+    np.testing.assert_array_equal(credit.raw, [3, 0, -3])
+
+
+@pytest.mark.parametrize("arguments", ["{}", "{scale: 3, other: 1}"])
+def test_arguments_that_an_own_function_does_not_take_are_refused(own, arguments):
+    name = own("def mine(groups, config, *, scale):\n    return []\n")
+    overrides = [f"advantage.name={name}", f"advantage.args={arguments}"]
+    with pytest.raises(UserError, match=f"advantage.name is {name}, but it cannot be called with"):
+        describe(parse_config("{}", "file.yaml", overrides).advantage)
+
+
+def test_arguments_without_an_own_function_are_refused():
+    with pytest.raises(
+        UserError, match="advantage.args is set, but no function of your own is the estimator"
+    ):
+        parse_config("advantage: {name: grpo, args: {scale: 3}}", "file.yaml")
+
+
 def test_own_function_is_checked_once_in_all_steps(group, own, monkeypatch):
     config = advantage_config(own("def mine(groups, config):\n    return [[1.0, 2.0, 3.0]]\n"))
     checked, signature = [], user_functions.inspect.signature

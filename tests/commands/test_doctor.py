@@ -13,11 +13,12 @@ from http_rig import Handler, serving
 from rows_rig import write_rows
 from tiny_policy import WIDER
 
+from calibadv_jax.commands import train
 from calibadv_jax.config import McpConfig, MeshConfig, RetrieverConfig, ToolConfig
 from calibadv_jax.config.sections.credit import JudgeConfig
 from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
-from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.architecture import architecture_from_hf
@@ -58,8 +59,8 @@ def config(tmp_path):
         run={"dir": str(tmp_path / "run")},
         data={name: str(tmp_path / f"{name}.jsonl") for name in files},
         policy=policy,
-        rollout={"max_length": 1024, "max_prompt_length": 512},
-        learner={"pack_length": 1024},
+        rollout={"max_length": 1024, "max_prompt_length": 512, "questions_per_step": 2},
+        learner={"pack_length": 1024, "steps": 100},
         prompt={"template": "short", "chat": "off"},
         mesh={"fsdp": 8},
     )
@@ -126,6 +127,52 @@ def test_failed_check_is_counted_and_others_run(config, capsys):
     assert last == "2 of 6 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
 
 
+def test_start_and_doctor_name_every_fault_at_once(config, capsys, tmp_path):
+    """Without waiting for services: the local faults end the start in any case."""
+    broken = changed(
+        with_retriever(config, "http://127.0.0.1:9"),
+        data={"train": str(tmp_path / "none.jsonl"), "eval": str(tmp_path / "nil.jsonl")},
+        policy={"path": str(tmp_path / "nowhere"), "tokenizer": str(tmp_path / "no_words")},
+        sampler={"name": "vllm", "urls": ["http://127.0.0.1:9"], "patience": 3600.0},
+        retriever={"patience": 3600.0},
+        reward={"answer": "nowhere_of_tests:mine"},
+        evaluate={"every": 5},
+    )
+    texts = (
+        "none.jsonl: no such file",
+        "nowhere/config.json: no such file",
+        "no_words: no tokenizer files there",
+        "importing nowhere_of_tests failed",
+        "nil.jsonl: no such file",
+        "retriever http://127.0.0.1:9: cannot be reached",
+        "vLLM worker http://127.0.0.1:9: cannot be reached",
+    )
+    with pytest.raises(UserError) as refused:
+        train.run(broken)
+    message = str(refused.value)
+    assert message.startswith("7 faults: (1) ") and "\n" not in message
+    assert [text for text in texts if text not in message] == []
+    assert not isinstance(refused.value, EnvironmentFailure)
+    assert not (tmp_path / "run/configs").exists()
+    lines, last = findings(capsys, broken, failed=1)
+    failures = "\n".join(line for line in lines if line.startswith("FAIL"))
+    assert [text for text in texts if text not in failures] == []
+
+
+def test_start_compares_weights_before_it_waits_for_services(config, tmp_path):
+    config = with_retriever(with_weights(config, tmp_path / "b", head_dim=None), "http://127.0.0.1:9")
+    waiting = changed(config, retriever={"patience": 3600.0})
+    with pytest.raises(UserError, match=r"2 faults: \(1\) .*tensor\(s\) do not fit .*\(2\) retriever http"):
+        train.run(waiting)
+
+
+def test_doctor_asks_services_without_questions(config, capsys, tmp_path):
+    broken = changed(config, data={"eval": str(tmp_path / "nil.jsonl")})
+    with replying(working_retriever()) as url:
+        lines, _ = findings(capsys, with_retriever(broken, url), failed=1)
+    assert any(line.startswith("ok   retriever: ") for line in lines)
+
+
 def with_weights(config, folder, **fields):
     """A policy's folder whose tensors have the shapes of SHAPE, and its config with other `fields`."""
     policy = Policy(architecture_from_hf(SHAPE), Numerics())
@@ -149,6 +196,14 @@ def test_questions_that_are_in_both_files_are_warning(config, tmp_path):
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write(json.dumps(question("5", "who founded x ?")) + "\n")
     assert doctor.check_questions(config)[-1].startswith("warning: 1 questions are in both files")
+
+
+def test_questions_that_are_asked_too_often_are_a_warning(config):
+    assert not any("warning" in line for line in doctor.check_questions(config))
+    *_, last = doctor.check_questions(changed(config, learner={"steps": 1000}))
+    assert last.startswith(
+        "warning: data.train's 2 questions are asked 1,000 times each in learner.steps=1000"
+    )
 
 
 def test_overlong_prompts_are_counted_or_refused(config):

@@ -38,15 +38,24 @@ def chain(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "open_services", services)
     monkeypatch.setattr(quickstart, "find_policy", lambda path: str(path))
     monkeypatch.setattr(quickstart, "evaluate_policy", evaluated)
-    monkeypatch.setattr(
-        quickstart.train, "run", lambda now, kept: done.append(("train", now.retriever.url, kept == config))
-    )
+
+    def trained(now, kept):
+        done.append(("train", now.retriever.url, replace(kept, log=config.log) == config))
+
+    monkeypatch.setattr(quickstart.train, "run", trained)
     monkeypatch.setattr(quickstart.export, "export", lambda config: done.append("export") or tmp_path / "hf")
+    monkeypatch.setattr(quickstart.report_command, "is_installed", lambda: True)
+    monkeypatch.setattr(
+        quickstart.report_command,
+        "write_report",
+        lambda folders, page, console: done.append(("page", list(map(str, folders)), str(page))),
+    )
     return config, done
 
 
 def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
     config, done = chain
+    config = replace(config, log=replace(config.log, progress=True))
     quickstart.run(config)
     on = "http://here", ["http://worker"]
     assert done == [
@@ -58,15 +67,30 @@ def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
         "export",
         (f"{tmp_path}/evaluation_after.json", f"{tmp_path}/hf", *on),
         "services ended",
+        ("page", [str(tmp_path)], f"{tmp_path}/report.html"),
     ]
     report = json.loads((tmp_path / "quickstart.json").read_text())
     assert (report["before"]["0"]["all"]["f1"], report["after"]["0"]["all"]["f1"]) == (0.4, 0.7)
-    head, _, row = capsys.readouterr().out.splitlines()[:3]
+    printed = capsys.readouterr()
+    assert f"page  {(tmp_path / 'report.html').as_uri()} " in printed.out
+    assert " report " not in printed.out.partition("next:")[2]
+    headings = [line.strip("─ ") for line in printed.err.splitlines() if line.startswith("── ")]
+    assert [heading[:4] for heading in headings] == ["1/6:", "2/6:", "3/6:", "4/6:", "5/6:", "6/6:", "resu"]
+    head, _, row = printed.out.splitlines()[:3]
     assert "F1 before  F1 after  format  searches" in head
     assert row.split() == ["0", "all", "0.400", "0.700", "1.000", "2.000"]
     parts = {name: value for name, value in report["seconds"].items() if name != "total"}
     assert all(value >= 0 for value in parts.values())
     assert sum(parts.values()) == pytest.approx(report["seconds"]["total"], abs=0.5)
+
+
+def test_without_matplotlib_the_command_of_the_page_is_named(chain, monkeypatch, capsys):
+    config, done = chain
+    monkeypatch.setattr(quickstart.report_command, "is_installed", lambda: False)
+    quickstart.run(config)
+    assert "page" not in [entry[0] for entry in done]
+    following = capsys.readouterr().out.partition("next:")[2]
+    assert "pip install 'calibadv-jax[report]'" in following and " report " in following
 
 
 def means(f1, valid, searches):

@@ -115,6 +115,19 @@ def test_rows_are_planned_only_if_one_more_may_be_needed(monkeypatch):
     assert len(counted) < 20
 
 
+def test_phases_are_announced_where_the_demonstrations_change():
+    """Also by a start that goes on within a phase, or at the end of one."""
+    phases = [SftPhase(steps=2, kind="drills"), SftPhase(steps=3, kind="lookups"), SftPhase(steps=1)]
+    first = "phase 1 of 3: drills, updates 1 to 2"
+    second = "phase 2 of 3: lookups, updates 3 to 5"
+    third = "phase 3 of 3: imperfect, updates 6 to 6; other demonstrations, so the loss jumps"
+    jump = "; other demonstrations, so the loss jumps"
+    assert sft.phase_headings(phases, [2, 3, 1], 0) == {1: first, 3: second + jump, 6: third}
+    assert sft.phase_headings(phases, [2, 3, 1], 2) == {3: second, 6: third}
+    assert sft.phase_headings(phases, [2, 3, 1], 4) == {5: second, 6: third}
+    assert sft.phase_headings(phases, [2, 3, 1], 6) == {}
+
+
 def test_epochs_of_generated_demonstrations_are_refused_with_the_reason():
     with pytest.raises(UserError, match="sft.demonstrations=world writes new demonstrations all the time"):
         sft.count_updates(config_with(demonstrations="world"), SftPhase(epochs=2), (), None, 0)

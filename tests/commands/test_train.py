@@ -32,7 +32,8 @@ QUESTION = '{"id": "1", "question": "Who?", "golden_answers": ["Ann"], "data_sou
     [
         (["data.train={}/none.jsonl"], 2, "none.jsonl: no such file of questions"),  # before anything heavy
         ([], 2, "sft/config.json: no such file; give a HuggingFace folder"),
-        (["retriever.url=http://127.0.0.1:9", "retriever.patience=0.2"], 75, "cannot be reached"),
+        # The policy is missing too: waiting for the service would not help.
+        (["retriever.url=http://127.0.0.1:9", "retriever.patience=0.2"], 2, "cannot be reached"),
         (["rollout.group_sise=3"], 2, "did you mean 'rollout.group_size'"),
         (["policy.path="], 2, "no tokenizer files there"),
         (["learner.pack_length=10"], 2, "learner.pack_length is 10"),
@@ -76,7 +77,8 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     command = [sys.executable, "-m", "calibadv_jax", "quickstart", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "F1 before" in done.stdout
+    assert "F1 before" in done.stdout and f"page  {(folder / 'report.html').as_uri()}" in done.stdout
+    assert "<title>CalibAdv: " in (folder / "report.html").read_text(encoding="utf-8")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(model, "make_mesh", partial(make_mesh, devices=jax.devices()[:1]))
     report = json.loads((folder / "quickstart.json").read_text())

@@ -198,7 +198,7 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, cap
     config = make_config(folder, learner={"steps": 3}, **fitting)
     with pytest.raises(RuntimeError, match="the machine is gone"):
         train.run(replace(config, log=replace(config.log, progress=True)))
-    assert parts.order == ["inputs", "model", "rollouts", "closed"]
+    assert parts.order == ["model", "inputs", "rollouts", "closed"]
     assert {"newest checkpoint in run.dir", "data.content", "policy.config"} <= set(compared)
     output = capsys.readouterr()
     assert "waiting for the retriever" in output.err and "soft penalty" in output.out
@@ -213,7 +213,7 @@ def test_start_checks_inputs_first_and_resumes(tmp_path, parts, monkeypatch, cap
     parts.order.clear()
     with pytest.raises(UserError, match="run.seed"):
         train.run(replace(config, run=replace(config.run, seed=5)))
-    assert parts.order == ["inputs", "model"] and (folder / "metrics.jsonl").read_text() == before
+    assert parts.order == ["model", "inputs"] and (folder / "metrics.jsonl").read_text() == before
     write_questions(folder / "train.jsonl", QUESTIONS[:-1])
     with pytest.raises(UserError, match="data.content|data.train"):
         train.run(config)

@@ -460,6 +460,15 @@ def test_mistake_names_its_file(write, texts, start, tmp_path):
     assert message.startswith(f"{tmp_path}/{start.replace('FOLDER', str(tmp_path))}")
 
 
+def test_files_that_build_on_each_other_by_relative_paths_are_refused(tmp_path):
+    """Each path to them is another text."""
+    for own, other in ("ab", "ba"):
+        (tmp_path / own).mkdir()
+        (tmp_path / own / "run.yaml").write_text(f"base: ../{other}/run.yaml\n")
+    message = refusal([tmp_path / "a/run.yaml"])
+    assert "a/run.yaml: builds upon itself (base of " in message and "correct one of the two" in message
+
+
 def test_mistake_on_the_command_line_names_all_files(write, tmp_path):
     paths = write(a="learner: {steps: 1}", b="run: {seed: 1}")
     message = refusal(paths, "learner.steps=0")

@@ -43,7 +43,7 @@ def test_config_of_the_service_is_no_config_of_a_run():
         load_config(path)
     message = str(error.value)
     assert "options of the retrieval service (corpus_path, index_path, retriever_name)" in message
-    assert message.endswith(f"scripts/launch_retriever.sh --config {path}")
+    assert message.endswith(f"calibadv retriever --config {path}")
 
 
 URLS = ("http://me:pw@h:1", "http://pw@h/", "HTTPS://me:p/pw@h/x", "me:pw@h", "http:/me:pw@h")

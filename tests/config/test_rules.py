@@ -8,7 +8,7 @@ from config_rig import changed
 
 from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
 from calibadv_jax.config.keys import is_among, keys_with_mark
-from calibadv_jax.config.sections.section import Mark
+from calibadv_jax.config.sections.section import Mark, normal_url
 
 
 def check(message, **sections):
@@ -58,6 +58,9 @@ def critic(warmup, base):
         ("max_prompt_length is 101, .*below max_le", {"rollout": LIMITS | {"max_prompt_length": 101}}),
         (None, {"rollout": LIMITS | {"max_prompt_length": 99}}),
         ("urls is http://a, http://a: give each", {"sampler": {"urls": ["http://a", "http://a"]}}),
+        ("urls is http://a, http://a/: give each", {"sampler": {"urls": ["http://a", "http://a/"]}}),
+        ("urls is .*: give each", {"sampler": {"urls": ["http://Node:8100", "http://node:8100//"]}}),
+        ("urls is .*: give each", {"sampler": {"urls": ["http://a:80", "http://b", "HTTP://a"]}}),
         ("worker_devices names 1 workers, but", {"sampler": {"workers": 2, "worker_devices": ["0"]}}),
         *((None, {"sampler": {"workers": 2, "worker_devices": names}}) for names in ([], ["0", "1"])),
         ("critic.warmup_steps is 4, but must be below learner.steps", critic(4, "gae")),
@@ -100,7 +103,6 @@ EXPECTED = {
         "sampler.name", "retriever.encoder", "retriever.topk",
         "retriever.rerank_candidates", "retriever.reranker", "retriever.page_address", "retriever.model",
     ),
-    Mark.TUNED: ("learner", "critic", "loss", "rollout", "sampler", "retriever", "data.weights"),
     Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
@@ -112,7 +114,7 @@ EXPECTED = {
         "rollout.max_staleness", "rollout.dynamic_sampling", "retriever.url", "retriever.index",
         "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
         "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
-        "reward.shuffle",
+        "reward.shuffle", "reward.evidence", "reward.search_cost",
     ),
     Mark.OUTPUT: (
         "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",
@@ -130,13 +132,13 @@ def test_keys_have_their_marks(mark):
 
 def test_mark_of_section_holds_for_its_keys():
     assert is_among(keys_with_mark(Mark.UNLEARNED), "sft.phases.0.steps")
-    assert is_among(keys_with_mark(Mark.TUNED), "data.weights.nq") and not is_among(["run"], "runs.dir")
+    assert not is_among(["run"], "runs.dir")
 
 
 def test_mark_of_a_key_does_not_hold_for_its_neighbours():
-    tuned = keys_with_mark(Mark.TUNED)
-    assert is_among(tuned, "data.weights.nq")
-    assert not is_among(tuned, "data.train")
+    unlearned = keys_with_mark(Mark.UNLEARNED)
+    assert is_among(unlearned, "data.train")
+    assert not is_among(unlearned, "data.weights")
 
 
 def test_marks_are_no_part_of_a_value():
@@ -151,3 +153,22 @@ def test_derived_settings():
         assert config.asks_retriever == config.has_retriever == is_needed
     assert MeshConfig(data=2, tensor=2).sizes_on(8) == {"data": 2, "fsdp": 2, "tensor": 2}
     assert MeshConfig(data=2).sizes_on(1) == {"data": 2, "fsdp": 1, "tensor": 1}
+
+
+def test_addresses_of_one_server_have_one_normal_form():
+    """Two servers stay two: other ports, paths, and hosts."""
+    same = ["http://[::1]:8100", "http://[::1]:8100/", " HTTP://[::1]:8100// "]
+    assert {normal_url(url) for url in same} == {"http://[::1]:8100"}
+    distinct = [
+        "http://a",
+        "https://a",
+        "http://a:8100",
+        "http://a/one",
+        "http://a/One",
+        "http://b",
+        "a",
+        "b/",
+    ]
+    distinct += ["http://[::1", "http://a:x"]
+    assert len({normal_url(url) for url in distinct}) == len(distinct)
+    assert normal_url("https://A:443/v1/") == "https://a/v1" and normal_url("http://a:443") == "http://a:443"

@@ -98,7 +98,7 @@ def test_plain_grpo_differs_in_one_key(model):
 def test_commands_of_headers_parse(program, arguments, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     argv = shlex.split(arguments.removesuffix("&"))
-    if program == "scripts/launch_retriever.sh":
+    if program == "calibadv retriever":
         options = pytest.importorskip("retriever.options").parse(argv)
         if options.retriever_name == "bm25":  # own_data.yaml
             assert options.build_if_missing and not options.reranker_model
@@ -120,7 +120,7 @@ def test_headers_show_every_program_of_a_run():
         "calibadv evaluate",
         "calibadv export",
         "calibadv doctor",
-        "scripts/launch_retriever.sh",
+        "calibadv retriever",
         "scripts/launch_vllm_worker.sh",
     }
 

@@ -5,7 +5,11 @@ import errno
 import pytest
 
 from calibadv_jax.core.errors import (
+    ENVIRONMENT_STATUS,
+    INPUT_STATUS,
     EnvironmentFailure,
+    Faults,
+    SeveralErrors,
     UserError,
     cause_text,
     exit_status,
@@ -59,3 +63,32 @@ def test_lost_process_is_no_damage():
         error = UserError("cannot be saved")
         error.__cause__ = ValueError(text)
         assert is_lost_process(error) == is_lost_process(error.__cause__) == is_lost
+
+
+def test_faults_are_raised_together():
+    faults = Faults()
+    faults.raise_all()
+    with faults.collected():
+        raise EnvironmentFailure("a: away")
+    with pytest.raises(EnvironmentFailure, match="^a: away$"):
+        faults.raise_all()
+    with faults.collected():
+        raise SeveralErrors([UserError("a: away"), UserError("b: missing")])
+    with pytest.raises(SeveralErrors, match=r"^2 faults: \(1\) a: away; \(2\) b: missing$") as raised:
+        faults.raise_all()
+    assert exit_status(raised.value) == INPUT_STATUS
+
+
+def test_faults_of_the_environment_alone_may_pass():
+    faults = Faults()
+    for name in "ab":
+        with faults.collected():
+            raise EnvironmentFailure(f"{name}: away")
+    with pytest.raises(EnvironmentFailure, match=r"^2 faults: \(1\) a: away; \(2\) b: away$") as raised:
+        faults.raise_all()
+    assert exit_status(raised.value) == ENVIRONMENT_STATUS
+
+
+def test_other_errors_are_not_collected():
+    with pytest.raises(KeyError), Faults().collected():
+        raise KeyError("x")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -145,6 +146,29 @@ def test_refusals_of_the_hub_are_user_errors(hub, tmp_path, name, revision, mess
     with pytest.raises(UserError, match=message) as caught:
         build_model(configured(tmp_path, path=name, revision=revision), name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("proxy", "words"), [("socks5://h:1", "httpx.socks."), ("socks://h:1", "ALL_PROXY")])
+def test_proxy_that_cannot_be_used_is_named(monkeypatch, tmp_path, proxy, words):
+    """The desktop writes socks://, which HTTP clients do not know; socks5:// needs a package."""
+    if "socks5" in proxy and find_spec("socksio"):
+        pytest.skip("SOCKS proxies are usable here")
+    code = (
+        "from calibadv_jax.core import hub\n"
+        "from calibadv_jax.core.errors import UserError\n"
+        "try: hub.resolve('owner/policy', '')\n"
+        "except UserError as error: print(error)"
+    )
+    environment = {"ALL_PROXY": proxy, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    reply = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert reply.stdout.startswith("owner/policy (model on ") and reply.stdout.count("\n") == 1
+    assert "cannot be asked: " in reply.stdout and words in reply.stdout.replace("[", ".").replace("]", ".")
 
 
 def test_cache_serves_without_network(tmp_path, monkeypatch, policy_folder):

@@ -66,6 +66,8 @@ def test_joined_replacements_are_neutralised_again():
 def test_hostile_text_costs_linear_time(part):
     neutralise(part * (1_000_000 // len(part)), [CONTROL])
     neutralise("<" + " " * 1_000_000 + part, [CONTROL])
+    full_width = "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in part)
+    neutralise(full_width * (300_000 // len(part)), [CONTROL], normalise=nfkc)
     assert "|" not in neutralise(CONTROL[:2] * 100_000 + "im_end" + CONTROL[-2:] * 100_000, [CONTROL])
 
 

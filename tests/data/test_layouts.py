@@ -19,9 +19,10 @@ from calibadv_jax.config import ColumnsConfig, load_config
 from calibadv_jax.contrib.cli import prepare_data
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Message, Question
-from calibadv_jax.data import row_files
+from calibadv_jax.data import containers, row_files
 from calibadv_jax.data.demonstrations import load_demonstrations
-from calibadv_jax.data.layouts import LAYOUTS, NoAnswer, layout_of
+from calibadv_jax.data.golden_answers import NoAnswer
+from calibadv_jax.data.layouts import LAYOUTS, layout_of
 from calibadv_jax.data.questions import answer_warnings, load_questions, question_row, write_questions
 from calibadv_jax.data.row_files import read_rows
 from retriever import prepare_corpus
@@ -245,7 +246,7 @@ def test_any_row_is_a_question_or_refused(tmp_path_factory, layout, values):
 
 
 def test_parquet_rows_are_counted_over_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_files, "BATCH_ROWS", 2)
+    monkeypatch.setattr(containers, "BATCH_ROWS", 2)
     with pytest.raises(UserError, match="q.parquet row 4: key 'answer' holds no answer"):
         load_questions(write_rows(tmp_path / "q.parquet", ASKED, ASKED, ASKED, ASKED | {"answer": ""}))
 
@@ -358,12 +359,17 @@ QUESTIONS = sorted((ROOT / "examples/questions").iterdir())
 EXPECTED = """
 2wikimultihopqa_8813: Who is the mother of the director of Polish-Russian War? Małgorzata Braunek
 2wikimultihopqa_8814: Which film came out first? Blind Shaft
+alpaca_0: Who wrote it? Ada
+alpaca_1: Who sang it?
+The song is Quill. Bo
 bamboogle_0: Who was president when superconductivity was discovered? William Howard Taft
 bamboogle_1: When was the founder of craigslist born? December 6, 1952
 browsecomp_0: Who painted it? Ada
 browsecomp_1: Who sang it? Bo
 browsecomp_plus_769: Who painted it? Ada
 browsecomp_plus_770: Who sang it? Bo
+browsecomp_zh_0: Who painted it? Ada
+browsecomp_zh_1: Who sang it? Bo
 1: Who wrote Silent Garden? Ada Berk
 2: Where is it? Rome/Roma
 dpr_0: who got the first nobel prize in physics Wilhelm Conrad Röntgen
@@ -374,29 +380,43 @@ frames_0: Who led it when Ada was born? Jane Ballou
 frames_1: How tall would it be? 37th
 hotpotqa_5a7a: Which magazine was first? Arthur's Magazine
 hotpotqa_5a7b: Were both American? yes
+kilt_k1: Who wrote it? Ada/A. Berk
+kilt_k2: Who sang it? Bo
+mmlu_0: Which town? Choices: Ulm; Rye Rye
+mmlu_1: Which river? Choices: Rhine; Rother Rother
 musique_2hop__1_2: Who founded it? Ann Berk/A. Berk
 musique_2hop__3_4: When? 1999
 nq_5: when was it May 1999
 nq_6: is it so yes
+nemo_gym_0: Who wrote it? Ada
+nemo_gym_1: Who sang it? Bo
 nq_open_0: where did they film hot tub time machine Fernie Alpine Resort
 nq_open_1: who has the right of way in international waters Neither vessel
+openrlhf_0: Who wrote it? Ada
+openrlhf_1: Who sang it? Bo/B.
 popqa_4222362: What is George Rankin's occupation? politician/political leader
 popqa_3545585: What is John Mayne's occupation? journalist
 rlinf_0: who sings it? Ada
 rlinf_1: who wrote it? Bo/B.
 nq_train_0: who sings it? Ada
 nq_train_1: who wrote it? Bo
+sharegpt_0: Who wrote it? Ada
+sharegpt_1: Who sang it? Bo/B.
+slime_0: Who wrote it? Ada
+slime_1: Who sang it? Bo
 triviaqa_tc_1: Which Lake? Como/Lake Como
 triviaqa_tc_2: Who won? Ann
 trl_0: who sings it? Ada
 trl_1: who wrote it? Bo/B.
+xbench_1: Who painted it? Ada
+xbench_2: Who sang it? Bo
 """
 
 
 def test_examples_are_read_as_published():
     questions = [question for path in QUESTIONS for question in load_questions(path)]
-    rows = (f"{each.id}: {each.text} {'/'.join(each.golden_answers)}" for each in questions)
-    assert list(rows) == EXPECTED.strip().splitlines()
+    rows = [f"{each.id}: {each.text} {'/'.join(each.golden_answers)}" for each in questions]
+    assert "\n".join(rows) == EXPECTED.strip()
     assert all(f"`{path.name}`" in TEXT for path in QUESTIONS)
 
 

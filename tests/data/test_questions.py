@@ -15,7 +15,7 @@ from calibadv_jax.contrib.worlds.words import build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.data.demonstrations import DemoTurn, load_demonstrations
-from calibadv_jax.data.layouts import undo_pandas_number
+from calibadv_jax.data.golden_answers import undo_pandas_number
 from calibadv_jax.data.pipeline import QuestionIterator, check_questions
 from calibadv_jax.data.questions import load_questions, read_questions, select_evenly, write_questions
 from calibadv_jax.data.row_files import source_of
@@ -207,6 +207,8 @@ LISTED = {
     "[1999, 2000]": ("1999", "2000"),
     "['minus', -1]": ("minus", "-1"),
     "Ada": ("Ada",),
+    "[{'text': 'Ada'}, {'text': 'Bo', 'aliases': ['B.']}]": ("Ada", "Bo", "B."),
+    "{'text': array(['Ada', 'Bo'], dtype=object), 'answer_start': array([7, 9], dtype=int32)}": ("Ada", "Bo"),
     "[Fe(CN)6]": ("[Fe(CN)6]",),
     "[a] and [b]": ("[a] and [b]",),
     "[__import__('os').getcwd()]": ("[__import__('os').getcwd()]",),
@@ -234,8 +236,8 @@ def test_list_in_a_table_cell_is_parsed(tmp_path, column, separator):
 BROKEN = [
     "['Ada', Bo]",
     '["Ada", "Bo"',
-    "[{'text': 'Ada'}]",
-    "{'text': 'Ada'}",
+    "[{'words': 'Ada'}",
+    "{'text': 'Ada'",
     "['Ada', b'Bo']",
     "['A', ['Bo']]",
 ]
@@ -471,3 +473,12 @@ def test_chat_question_ends_with_its_line(tmp_path):
     assert [each.question.text for each in demonstrations] == list(rows)
     assert demonstrations[1].question.id == "2"
     assert demonstrations[3].turns[0].observation == f"{shown[0]}\nb"
+
+
+def test_name_of_a_data_source_has_no_control_characters(tmp_path):
+    """It becomes a name in tables, metrics and on the terminal."""
+    rows = [GOOD | {"data_source": "n\x1b[2Jq\n a"}, GOOD | {"golden_answers": [], "data_source": "b\x07"}]
+    (_, question), (_, reason) = read_questions(write_rows(tmp_path / "q.jsonl", *rows), "q")
+    assert (question.data_source, reason.source) == ("n[2Jq a", "b")
+    with pytest.raises(UserError, match="q.jsonl:1: field 'data_source' must be a non-empty string"):
+        load_questions(write_rows(tmp_path / "q.jsonl", GOOD | {"data_source": "\x1b"}))

@@ -163,7 +163,8 @@ def test_last_commands_of_the_quickstart(elsewhere, run):
     folder, begun, printed = elsewhere
     lines = printed[printed.index("next:") + 1 :]
     commands = [line.split("   # ")[0].strip().rpartition(" && ")[2] for line in lines]
-    assert [shlex.split(command)[1:][0] for command in commands] == ["inspect", "report", "ask"]
+    # The report has been written already.
+    assert [shlex.split(command)[1:][0] for command in commands] == ["inspect", "ask"]
     for command in commands:
         program, *arguments = shlex.split(command.replace("/runs/quickstart-calibadv/seed-0", "/runs/a"))
         assert Path(program).is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,7 @@ class EventfulRollouts(ScriptedRollouts):
         group = write_group(number, question)
         for index, trajectory in enumerate(group.trajectories):
             trajectory.actions = ("search", "access")
+            trajectory.question = replace(question, supporting_ids=("d1",))
             trajectory.metrics |= {JUDGE: 1.0, JUDGE_AGREEMENT: 1.0}  # as the agent loop notes them
             trajectory.turns[0].documents = (Document("d1", "", ""), Document(f"x{index}", "", ""))
             for turn in trajectory.turns:

@@ -23,6 +23,9 @@ def doubled(tokens, config):
 def short(tokens):
     return tokens.advantages
 
+def scaled(tokens, config, *, scale):
+    return -scale * tokens.ratio * tokens.advantages, tokens.trained
+
 number = 3
 
 def one_array(tokens, config):
@@ -106,6 +109,30 @@ def test_own_loss_is_minimised(own):
     assert gradient == pytest.approx(2 * unclipped_gradient)
     assert metrics["actor/pg_clipfrac"] == 1
     assert find_loss(config.name).every_sample  # it may move tokens without advantage
+
+
+def test_own_loss_gets_its_arguments(own):
+    row = sample([-1.0, -1.5], [-1.5, -1.5], [2.0, -1.0], [1, 1])
+    once, twice = (LossConfig(name=f"{own}scaled", args={"scale": scale}) for scale in (1.0, 2.0))
+    check_loss(once)
+    loss, (gradient,), _ = packed([row], once)
+    double_loss, (double_gradient,), _ = packed([row], twice)
+    assert double_loss == pytest.approx(2 * loss) and loss != 0
+    assert double_gradient == pytest.approx(2 * gradient)
+    assert len({once: 1, twice: 2}) == 2  # as keys of a cache
+
+
+@pytest.mark.parametrize("arguments", [{}, {"scale": 1.0, "other": 1}])
+def test_arguments_that_an_own_loss_does_not_take_are_refused(own, arguments):
+    with pytest.raises(UserError, match=f"loss.name is {own}scaled, but it cannot be called with"):
+        check_loss(LossConfig(name=f"{own}scaled", args=arguments))
+
+
+def test_arguments_without_an_own_loss_are_refused():
+    with pytest.raises(
+        pydantic.ValidationError, match="loss.name=gpg is no function of your own: leave it out"
+    ):
+        LossConfig(name="gpg", args={"scale": 1.0})
 
 
 @pytest.mark.parametrize("name", LOSSES)

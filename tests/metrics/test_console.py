@@ -41,6 +41,13 @@ def clock(monkeypatch):
     return now
 
 
+def test_heading_is_progress():
+    for progress, text in ((True, "── 1/6: world ──\n"), (False, "")):
+        stream = io.StringIO()
+        Console(progress, stream).heading("1/6: world")
+        assert stream.getvalue() == text
+
+
 def test_step_is_one_line():
     stream = io.StringIO()
     console = Console(stream=stream)

@@ -76,6 +76,17 @@ def test_trajectory_without_turns_has_length_zero():
         trajectory_metrics([Group(QUESTION, [])])
 
 
+def test_length_of_answers_is_compared_with_the_golden_answer_nearest_in_length():
+    question = Question("q", "Who?", ("Ada", "Ada King of Lovelace"), "toy")
+    padded = trajectory([turn("answer", 1)], 0.0, True)
+    padded.question = question
+    padded.turns[0].answer = "Ada or Bob or Cy or Di"
+    plain = trajectory([turn("answer", 1)], 1.0, True)
+    without = trajectory([turn("search", 1)], 0.0, False)
+    metrics = trajectory_metrics([Group(question, [padded, plain, without])])
+    assert metrics["rollout/answer_words"] == pytest.approx((7 / 4 + 1) / 2)
+
+
 def test_failed_trajectories_are_only_counted(metrics):
     solved = trajectory([turn("search", 6, observed=8), turn("answer", 4)], 1.0, True)
     solved.turns[0].is_refused = True

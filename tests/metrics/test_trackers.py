@@ -16,7 +16,7 @@ import pytest
 from calibadv_jax.config import LogConfig, load_config
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.metrics_writer import MetricsWriter
-from calibadv_jax.metrics.trackers import open_backends
+from calibadv_jax.metrics.trackers import RunDescription, open_backends
 
 
 @pytest.fixture
@@ -97,10 +97,78 @@ def test_mlflow_continues_its_run(tmp_path, mlflow):
     write(tmp_path / "seed-4", ["mlflow"], [2, 3], start_step=2, project="agents")
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("agents").experiment_id])
-    assert run.info.run_name == "seed-4" and run.info.status == "FINISHED"
+    assert run.info.run_name == f"{tmp_path.name}/seed-4" and run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 1.0), (2, 1.0), (3, 1.5)]
     assert set(run.data.metrics) == {"reward/mean", "eval/1/a b _c_/f1"}
+
+
+DESCRIPTION = RunDescription(
+    "quickstart-grpo/seed-4",
+    group="quickstart-grpo",
+    kind="cold start",
+    parameters={"run": {"seed": 4}, "advantage": {"name": "grpo", "probes": []}, "note": "é" * 600},
+)
+COLUMNS = ("question", "score")
+TABLES = {1: [["who?", 0.5], ["<b>", 1]], 2: [["where?", None]]}
+
+
+def described(folder, backend, description):
+    """Write two tables and a metric as a run with this description."""
+    opened = open_backends(LogConfig(backends=[backend], project="agents"), folder, 1, print, description)
+    with MetricsWriter(folder, opened, 1) as writer:
+        for step, rows in TABLES.items():
+            writer.write(step, {"reward/mean": step / 2})
+            writer.write_table(step, COLUMNS, rows)
+
+
+@pytest.mark.medium
+def test_mlflow_has_name_parameters_and_tables(tmp_path, mlflow):
+    described(tmp_path / "run", "mlflow", DESCRIPTION)
+    changed = replace(DESCRIPTION, parameters={"run": {"seed": 5}, "new": True})
+    described(tmp_path / "run", "mlflow", changed)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("agents").experiment_id])
+    assert run.info.run_name == "quickstart-grpo/seed-4"
+    assert run.data.params == {
+        "run.seed": "4",
+        "advantage.name": "grpo",
+        "advantage.probes": "[]",
+        "note": "é" * 500,
+        "new": "true",
+    }
+    tags = run.data.tags
+    assert (tags["kind"], tags["group"], tags["changed/run.seed"]) == ("cold start", "quickstart-grpo", "5")
+    tables = json.loads(tags["mlflow.loggedArtifacts"])
+    assert tables == [{"path": f"trajectories/step_{step}.json", "type": "table"} for step in TABLES]
+    for step, rows in TABLES.items():
+        path = client.download_artifacts(run.info.run_id, f"trajectories/step_{step}.json", str(tmp_path))
+        with open(path, encoding="utf-8") as file:
+            assert json.load(file) == {"columns": list(COLUMNS), "data": rows}
+
+
+@pytest.mark.medium
+def test_lost_artifact_store_is_a_warning(tmp_path, monkeypatch, mlflow):
+    warnings = []
+    folder = tmp_path / "run"
+    opened = open_backends(LogConfig(backends=["mlflow"]), folder, 1, warnings.append, DESCRIPTION)
+
+    def log_text(*arguments):
+        raise ConnectionError("bucket\nis gone")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_text", log_text)
+    with MetricsWriter(folder, opened, 1) as writer:
+        writer.write_table(7, COLUMNS, TABLES[1])
+        writer.write(7, {"reward/mean": 0.5})
+    (warning,) = warnings
+    assert "does not take the table of step 7 (bucket is gone)" in warning
+
+
+def test_files_and_gauges_take_no_table(tmp_path, prometheus):
+    log = replace(prometheus, backends=["tensorboard", "prometheus"])
+    with MetricsWriter(tmp_path, open_backends(log, tmp_path, 1), 1) as writer:
+        writer.write_table(1, COLUMNS, TABLES[1])
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.medium
@@ -108,10 +176,10 @@ def test_mlflow_continues_its_run(tmp_path, mlflow):
 def test_lost_mlflow_does_not_end_the_run(tmp_path, monkeypatch, mlflow, comes_back):
     log_batch, away, warnings = mlflow.MlflowClient.log_batch, [], []
 
-    def batch(client, run, metrics):
+    def batch(client, run, **content):
         if away:
             raise mlflow.exceptions.MlflowException("no route\nto host")
-        log_batch(client, run, metrics=metrics)
+        log_batch(client, run, **content)
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", batch)
     folder = tmp_path / "seed-4"
@@ -198,6 +266,43 @@ def log_records(data, block=32768):
         if kind in (1, 4):  # whole, or the last part
             yield b"".join(parts)
             parts = []
+
+
+def logged_records(path, kind):
+    """Records of a kind in a file of W&B."""
+    from wandb.proto import wandb_internal_pb2
+
+    records = [wandb_internal_pb2.Record.FromString(data) for data in log_records(path.read_bytes())]
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_has_name_config_and_tables(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    described(folder, "wandb", DESCRIPTION)
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    tables = []
+    while len(tables) < len(TABLES) and time.monotonic() < deadline:
+        time.sleep(0.05)  # W&B's service writes on for a moment
+        tables = [row for row in logged_rows(file) if "trajectories/_type" in row]
+    run = logged_records(file, "run")[-1]
+    names = (run.project, run.display_name, run.run_group, run.job_type)
+    assert names == ("agents", "quickstart-grpo/seed-4", "quickstart-grpo", "cold start")
+    config = {}
+    for record in [run.config, *logged_records(file, "config")]:
+        config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.update}
+    assert config["run"] == {"seed": 4} and config["advantage"]["name"] == "grpo"
+    shown = [(row["step"], row["trajectories/_type"], row["trajectories/nrows"]) for row in tables]
+    assert shown == [(1, "table-file", 2), (2, "table-file", 1)]
+    paths = sorted(folder.glob("wandb/offline-run-*/files/media/table/*.json"))
+    files = [json.loads(path.read_text()) for path in paths]
+    assert sorted(table["data"] for table in files) == sorted(TABLES.values())
+    assert files[0]["columns"] == list(COLUMNS)
 
 
 def logged_rows(path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +66,54 @@ def small_run(tmp_path_factory, tokenizer, small_group) -> Path:
     folder = tmp_path_factory.mktemp("small") / "run"
     steps = [[small_group(), small_group(mark=MARKUP)], [small_group("one_hop")]]
     write_run(folder, steps, Config(), tokenizer)
+    return folder
+
+
+def evaluation_row(name: str, answer: str, em: float, source="nq", temperature="0", mark="") -> dict:
+    """A line of an evaluation's file: one trajectory with a search and an answer."""
+    scores = {"em": em, "f1": em, "answered": 1.0, "searches": 1.0}
+    observation = f'<information>Doc 1(Title: "a{mark}") b{mark}\nDoc 2(Title: "c") d</information>'
+    search = {"kind": "search", "text": f"<search> query{mark} </search>", "observation": observation}
+    last = {"kind": "answer", "text": f"<answer> {answer} </answer>", "observation": ""}
+    blank = {"stop_reason": "stop", "tokens": 5, "observation_tokens": 9, "document_ids": ["1", "2"]}
+    trajectory = {"error": None, "answer": answer, "scores": scores, "prompt_tokens": 3}
+    return {
+        "temperature": temperature,
+        "data_source": source,
+        "id": name,
+        "evaluation": "e",
+        "content": "c",
+        "question": f"who keeps {name}?{mark}",
+        "golden_answers": ["ann"],
+        "scores": scores,
+        "trajectories": [trajectory | {"turns": [search | blank, last | blank]}],
+    }
+
+
+@pytest.fixture(scope="session")
+def markup():
+    """Text that would run a script if a page took it for markup."""
+    return MARKUP
+
+
+@pytest.fixture
+def evaluated_run(tmp_path, small_run) -> Path:
+    """The small run with evaluations before and after: one question is gained, one lost, one asked once."""
+    folder = tmp_path / "evaluated"
+    shutil.copytree(small_run, folder)
+    before = [
+        evaluation_row("q0", f"bob{MARKUP}", 0.0, mark=MARKUP),
+        evaluation_row("q1", "bob", 0.0),
+        evaluation_row("q2", "ann", 1.0, "two_hop"),
+    ]
+    after = [
+        evaluation_row("q0", f"ann{MARKUP}", 1.0, mark=MARKUP),
+        evaluation_row("q2", "bob", 0.0, "two_hop"),
+        evaluation_row("q1", "bob", 0.0, temperature="1"),
+    ]
+    for name, rows in (("before", before), ("after", after)):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"evaluation_{name}.jsonl").write_text("".join(lines))
     return folder
 
 

@@ -19,9 +19,12 @@ SHELF = {name: Document(name, f"title {name}", f"text of {name}", 1.0) for name 
 
 @pytest.fixture
 def small(served, small_run, page):
-    """The page of the small run, loaded."""
+    """The page of the small run, loaded, without the group that it opens by itself."""
     with served(small_run) as address:
         open_page(page, address)
+        page.wait_for_selector("#detail[data-ready='2/0']", state="attached")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#detail[data-ready='nothing']", state="attached")
         yield page, address
 
 
@@ -48,6 +51,121 @@ def group_of(tokenizer, ways, answers, text="who keeps it?", **fields):
         for index, (way, answer) in enumerate(zip(ways, answers, strict=True))
     ]
     return Group.from_attempts(question, trajectories)
+
+
+def test_page_opens_the_most_instructive_group_of_the_newest_step(
+    served, page, tokenizer, small_group, tmp_path
+):
+    """Of the newest step, with its softened trajectory in view; on a telephone too."""
+    tied = group_of(tokenizer, [[], []], ["bob", "bob"])
+    write_run(tmp_path / "run", [[small_group()], [tied, small_group("one_hop")]], Config(), tokenizer)
+    in_view = "e => e.getBoundingClientRect().right <= innerWidth + 1 && e.getBoundingClientRect().left >= 0"
+    with served(tmp_path / "run") as address:
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.goto("about:blank")
+            open_page(page, address)
+            page.wait_for_selector("#detail[data-ready='2/1']")
+            chosen = page.locator(".card.chosen")
+            assert chosen.get_attribute("data-index") == "1" and chosen.evaluate(in_view)
+        assert page.url.endswith("#step=2&group=1&trajectory=1")
+
+
+def test_group_of_a_run_in_progress_does_not_stop_the_list(served, page, tokenizer, small_group, tmp_path):
+    """The group that the page opened by itself stays, while the list goes on to the newest step."""
+    folder = tmp_path / "run"
+    steps = [[small_group()], [small_group("one_hop")]]
+    write_run(folder, steps, Config(), tokenizer, planned=60)
+    later = kept_steps(folder)[2]
+    later.rename(tmp_path / later.name)
+    with served(folder) as address:
+        open_page(page, address)
+        page.wait_for_selector("#detail[data-ready='1/0']")
+        assert page.url.endswith("#follow=newest")
+        (tmp_path / later.name).rename(later)
+        page.wait_for_selector("#count:text('step 2 of 60')")
+        assert "one_hop" in page.locator(".entry .where").inner_text()
+        assert page.locator("#detail[data-ready='1/0']").count() == 1
+        page.reload()
+        page.wait_for_selector("#detail[data-ready='2/0']")
+
+
+def test_chart_of_the_steps_has_an_axis(small):
+    page, _ = small
+    assert page.inner_text("#chart figcaption") == "mean score of each step"
+    assert page.locator("#scale span").all_inner_texts() == ["1", "0"]
+    assert page.locator("#ends span").all_inner_texts() == ["step 1", "step 2"]
+    bars = page.locator("#steps .step i").evaluate_all("all => all.map((one) => one.style.height)")
+    assert bars == ["25%", "25%"]  # of four finished trajectories one is right
+
+
+def test_help_opens_at_its_top(small):
+    page, _ = small
+    page.set_viewport_size({"width": 390, "height": 500})
+    page.keyboard.press("?")
+    assert page.locator("#help").evaluate("e => e.scrollTop") == 0
+    assert page.locator("#help .terms dt").first.is_visible()
+    assert page.locator("#help").evaluate("e => e.scrollHeight > e.clientHeight")
+    page.keyboard.press("Escape")
+
+
+def test_group_is_saved_as_a_page_without_scripts(small):
+    page, address = small
+    open_group(page, address, 1, 1)
+    with page.expect_download() as download:
+        page.click(".save")
+    assert download.value.suggested_filename == "step_1_group_1.html"
+    text = download.value.path().read_text(encoding="utf-8")
+    assert "who keeps it?&lt;img" in text and "<script" not in text
+
+
+def test_evaluations_are_shown_question_by_question(served, page, evaluated_run):
+    with served(evaluated_run) as address:
+        open_page(page, address)
+        page.click("#views [data-view='evaluation']")
+        page.wait_for_selector("#detail[data-ready='evaluation']")
+        assert count(page) == "3 questions · 1 gained, 1 lost"
+        assert page.locator(".entry").first.locator(".chip").all_inner_texts() == ["✗", "✓"]
+        table = page.locator("#message tbody tr").all_inner_texts()
+        assert table == [
+            "temperature 0 · nq\t2\t0\t0.5",
+            "temperature 0 · two_hop\t1\t1\t0",
+            "temperature 1 · nq\t1\t0\t0",
+        ]
+        page.select_option("#temperature", "")
+        assert count(page) == "4 answers · 1 gained, 1 lost"
+        for show, number in (("gained", 1), ("lost", 1), ("right", 1), ("wrong", 3), ("", 4)):
+            page.select_option("#show", show)
+            assert page.locator(".entry").count() == number, show
+        page.select_option("#source", "two_hop")
+        page.fill("#text", "bob")
+        assert page.locator(".entry").count() == 1
+        page.fill("#text", "")
+        page.locator(".entry").first.click()
+        page.wait_for_selector("#detail[data-ready='question/q2']")
+        assert page.locator(".card > header b").all_inner_texts() == ["before", "after"]
+        assert page.locator(".card .answer b").all_inner_texts() == ["ann", "bob"]
+        assert page.locator(".card").first.locator(".document").count() == 2
+        link = page.url
+        page.goto("about:blank")
+        open_page(page, link)
+        page.wait_for_selector("#detail[data-ready='question/q2']")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#detail[data-ready='evaluation']")
+        page.click("#views [data-view='']")
+        page.wait_for_selector("#detail[data-ready='2/0']")  # which was open before
+        assert page.locator("#chart").is_visible()
+
+
+def test_text_of_evaluations_stays_text(served, page, evaluated_run):
+    with served(evaluated_run) as address:
+        open_page(page, f"{address}/#view=evaluation&question=0")
+        page.wait_for_selector("#detail[data-ready^='question/']")
+        page.locator(".document").evaluate_all("all => all.forEach(one => { one.open = true; })")
+        for place in ("#detail h2", ".tokens", ".document pre", ".answer b", ".entry .question"):
+            assert "<img src=x onerror" in "".join(page.locator(place).all_inner_texts()), place
+        assert page.locator("#detail img, #detail script, .entry img").count() == 0
+        assert page.evaluate("window.hacked") is None
 
 
 def test_list_shows_every_group_and_trajectory_ending(small):
@@ -99,13 +217,14 @@ def test_softened_turn_is_found_and_explained(small):
     assert page.locator(".card").count() == 5
     turn = page.locator(".card.chosen .turn").first
     assert turn.locator(".mark.softened").inner_text() == "softened"
-    assert "−0.500 × (1 − 0.667) = −0.167" in turn.locator(".why").inner_text()
+    assert "−0.500 × (1 − 0.667) = −0.167" in turn.locator(".why p").text_content()
+    assert turn.locator(".why summary").inner_text() == "2 of 3 silver, new → penalty × 0.333"
     assert turn.locator(".number").inner_text() == "−0.500 → −0.167"
     assert turn.locator(".document.silver .star").all_inner_texts() == ["★ silver 1, new"] * 2
     invalid = page.locator(".card[data-index='3'] .flaw").all_inner_texts()
     assert invalid == ["Invalid: no action: none of <search>, <answer>."]
-    shared = page.locator(".group .why li").all_inner_texts()  # of the whole group: in no column again
-    columns = "".join(page.locator(".card .why").all_inner_texts())
+    shared = page.locator(".group .why li").all_text_contents()  # of the whole group: in no column again
+    columns = "".join(page.locator(".card .why").all_text_contents())
     assert shared[0].startswith("Scores of") and not [words for words in shared if words in columns]
 
 
@@ -190,7 +309,7 @@ def test_dark_and_light_differ(small):
     assert len(colours) == 2
 
 
-def test_narrow_screen_begins_with_the_list(small):
+def test_narrow_screen_shows_the_list_where_no_group_is_open(small):
     page, _ = small
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.locator("#side").is_visible()
@@ -398,6 +517,7 @@ def test_groups_are_sorted_by_score_length_and_searches(served, page, tokenizer,
             shown = page.locator(".entry .question").all_inner_texts()
             assert [text[-1] for text in shown] == list(order), sort
             assert first in page.locator(".entry .where").first.inner_text()
+        page.keyboard.press("Escape")
         page.select_option("#sort", "searches-many")
         page.reload()
         page.wait_for_selector("#list[data-ready]", state="attached")

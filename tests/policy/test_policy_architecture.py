@@ -10,10 +10,12 @@ from transformers import AutoConfig
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.architecture import RopeScaling, architecture_from_hf
-from calibadv_jax.policy.transformer import Numerics, Policy, inverse_frequencies
+from calibadv_jax.policy.rotary import inverse_frequencies, rotary_embeddings
+from calibadv_jax.policy.transformer import Numerics, Policy
 
 BASE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
 BASE |= {"num_hidden_layers": 3, "num_attention_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,55 @@ def test_original_length_of_llama3_is_found(inner, outer, length):
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"model_type": "llama", "hidden_size": None}, "field 'hidden_size' is missing"),
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        (
+            {"model_type": "llama", "rope_scaling": {"type": "dynamic"}},
+            "'dynamic'; .*Unless the model was .* remove it",
+        ),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear"}}, "'linear'; .*native context length"),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' lacks original_max"),
+        ({"model_type": "qwen2", "rope_scaling": YARN | {"factor": None}}, "'yarn' lacks factor; add it"),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}, "is 'gptq'; quantised"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, "'llama3' lacks factor, low_freq"),
     ],
 )
 def test_unsupported_architecture_is_refused(fields, words):
     with pytest.raises(UserError, match=f"policy/config.json: .*{words}"):
         architecture_from_hf(BASE | fields, "policy/config.json")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_position_embeddings": 512, "original_max_position_embeddings": None},
+        {"attention_factor": 0.7},
+        {"mscale": 0.707, "mscale_all_dim": 0.5},
+        {"beta_fast": 16, "beta_slow": 2, "factor": 8.0},
+        {"truncate": False},
+        {"rope_theta": 1e6, "head_dim": 128},
+        {"factor": None, "max_position_embeddings": 256},
+        {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+        {"factor": 1.0},
+    ],
+)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_yarn_scaling_equals_transformers(field, fields):
+    pytest.importorskip("torch")
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    outer = {"max_position_embeddings": 64, "head_dim": 32, "rope_theta": 100.0}
+    outer |= {name: value for name, value in fields.items() if name in outer}
+    inner = YARN | {name: value for name, value in fields.items() if name not in outer}
+    inner = {name: value for name, value in inner.items() if value is not None or name == "factor"}
+    upstream = Qwen3Config(**{**outer, "rope_parameters": {**inner, "rope_theta": outer["rope_theta"]}})
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](upstream, "cpu")
+    architecture = architecture_from_hf(BASE | outer | {"model_type": "qwen3", field: inner})
+    np.testing.assert_allclose(np.asarray(inverse_frequencies(architecture)), expected.numpy(), rtol=2e-6)
+    assert architecture.rope_scaling.attention_factor == pytest.approx(factor, rel=1e-12)
+    cos, sin = rotary_embeddings(architecture, np.zeros((1, 1), np.int32))
+    np.testing.assert_allclose(cos, factor, rtol=1e-6)
+    assert not sin.any()
 
 
 def test_llama3_scaling_equals_transformers_in_all_three_bands():

@@ -122,10 +122,27 @@ def test_text_from_runs_is_text_in_the_page(tmp_path):
 def test_page_says_what_the_runs_are(of_two_configs):
     text = of_two_configs
     assert "3 runs of 2 configs: calibadv (2 runs), grpo (1 run)." in text
-    assert "<td>12 of 100</td>" in text
-    assert '"different"><th scope="row"><span aria-hidden="true">≠ </span>advantage.name</th>' in text
-    assert '<td>90 %</td><td class="number">0.500 [0.400, 0.600]</td>' in text
+    assert '<td data-label="steps">12 of 100</td>' in text
+    assert "<p>They differ in <b>advantage.name</b> (calibadv, grpo).</p>" in text
+    cells = '<td data-label="calibadv">calibadv</td><td data-label="grpo">grpo</td>'
+    assert f'<tr><th scope="row">advantage.name</th>{cells}' in text
+    cells = '<td data-label="calibadv">1 | 2</td><td data-label="grpo">0</td>'
+    assert f'<tr><th scope="row">run.seed</th>{cells}' in text  # below, since it makes no other experiment
+    assert 'class="different"><th scope="row"><span title="differs">≠ </span>advantage.name</th>' in text
+    confidence = '<td data-label="confidence">90 %</td>'
+    assert f'{confidence}<td data-label="f1" class="number">0.500 [0.400, 0.600]</td>' in text
     assert "Strong lines are means of 10 steps" in text
+
+
+def test_result_stands_before_the_figures_and_the_title_names_the_method(of_two_configs):
+    text = of_two_configs
+    assert "<title>CalibAdv and GRPO</title>" in text and "<h1>CalibAdv and GRPO</h1>" in text
+    places = [text.index(f'<section id="{key}"') for key in ("result", "differences", "runs", "outcome")]
+    assert places == sorted(places)
+    result = text[places[0] : places[1]]
+    assert "<h3>CalibAdv</h3>" in result and "<h3>GRPO</h3>" in result
+    assert "<strong>0.500</strong>" in result
+    assert '90 % confidence interval: after <span class="range">0.400 to 0.600</span>' in result
 
 
 def page_of(tmp_path, folders, *arguments):
@@ -164,7 +181,7 @@ def test_steps_of_each_run_are_in_the_table(tmp_path):
         config = None if name == "unknown" else quickstart_config(folder, "learner.steps=5")
         folders.append(make_run(folder, {"reward/mean": [float(step) for step in range(steps)]}, config))
     text = page_of(tmp_path, folders)
-    assert re.findall(r"<td>(\d+(?: of \d+)?)</td><td class", text) == ["3 of 5", "5 of 5", "4"]
+    assert re.findall(r'data-label="steps">(\d+(?: of \d+)?)</td>', text) == ["3 of 5", "5 of 5", "4"]
 
 
 def test_metrics_that_an_evaluation_lacks_are_dashes(tmp_path):
@@ -176,8 +193,11 @@ def test_metrics_that_an_evaluation_lacks_are_dashes(tmp_path):
         folders.append(folder)
     text = page_of(tmp_path, folders)
     for run, f1, em in (("a", "0.500", "-"), ("b", "-", "0.500")):
-        cells = f'<td class="number">{f1}</td><td class="number">{em}</td></tr>'
-        assert f"<td>{run}</td><td>evaluation</td><td>-</td>{cells}" in text
+        columns = {"run": run, "evaluation": "evaluation", "confidence": "-"}
+        cells = "".join(f'<td data-label="{label}">{value}</td>' for label, value in columns.items())
+        for label, value in (("f1", f1), ("em", em)):
+            cells += f'<td data-label="{label}" class="number">{value}</td>'
+        assert f"{cells}</tr>" in text
 
 
 def test_long_phases_are_announced(tmp_path, capsys):

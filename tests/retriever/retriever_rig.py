@@ -101,16 +101,14 @@ class Counting:
 @contextmanager
 def served(app, max_connections=100, seconds=30.0, loop="auto"):
     """(host, port) of a server over a real socket, with the service's own limits of connections."""
-    import uvicorn
-
     from retriever.service.protocol import bounded_protocol
-    from retriever.service.server import listen, make_config
+    from retriever.service.server import Server, listen, make_config
 
     with listen("127.0.0.1", 0) as listener:
         protocol = bounded_protocol(max_connections, seconds)
         config = make_config(app, protocol)
         config.loop = loop
-        server = uvicorn.Server(config)
+        server = Server(config)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()
         try:

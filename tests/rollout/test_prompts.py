@@ -46,6 +46,7 @@ from calibadv_jax.rollout.prompts import (
     prompt_lengths,
     template_text,
 )
+from calibadv_jax.run.model import load_tokenizer
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -94,6 +95,31 @@ def test_template_gets_the_runs_date(byte_tokenizer):
     assert prompt(byte_tokenizer, chat_template=template).startswith("Today Date: 26 Jul 2024\n")
     dated = prompt(byte_tokenizer, chat_template=template, date_string="1 May 2026")
     assert dated.startswith("Today Date: 1 May 2026\n")
+
+
+FORMATTED = "{% set today = strftime_now('%d %B %Y, %H:%M') %}Today: {{ today }}\n" + CHAT
+INSIDE_MACRO = (
+    "{% macro today() %}{{ strftime_now('%d %B %Y, %H:%M') }}{% endmacro %}Today: {{ today() }}\n" + CHAT
+)
+
+
+@pytest.mark.parametrize("template", [FORMATTED, INSIDE_MACRO])
+@pytest.mark.parametrize("date", ["01 May 2026", "1 May 2026", "2026-05-01", "May 1, 2026"])
+def test_template_that_formats_today_gets_the_runs_date(byte_tokenizer, template, date):
+    assert prompt(byte_tokenizer, chat_template=template).startswith("Today: 26 July 2024, 00:00\n")
+    dated = prompt(byte_tokenizer, chat_template=template, date_string=date)
+    assert dated.startswith("Today: 01 May 2026, 00:00\n")
+
+
+def test_date_that_cannot_be_formatted_is_refused(byte_tokenizer):
+    with pytest.raises(UserError, match="prompt.date_string is 'Friday': give a date such as 26 Jul 2024"):
+        prompt(byte_tokenizer, chat_template=FORMATTED, date_string="Friday")
+
+
+def test_shared_case_of_todays_date(shared):
+    tokenizer = load_tokenizer(shared / "cases/template_today")
+    ids, _ = open_prompt(ask("Who?"), tokenizer, PromptConfig(template="short"), 4096)
+    assert "Today Date: 26 July 2024<|im_end|>" in tokenizer.decode(ids)
 
 
 def test_paper_template_is_that_of_the_published_policies():
@@ -178,7 +204,7 @@ def test_template_takes_further_arguments(byte_tokenizer):
         opened(byte_tokenizer, "Who?", ASSISTANT, **arguments)
     with pytest.raises(UserError, match="chat_template_kwargs needs a chat template"):
         opened(byte_tokenizer, "Who?", template, chat="off", **arguments)
-    for name in ("add_generation_prompt", "date_string"):
+    for name in ("add_generation_prompt", "date_string", "strftime_now"):
         with pytest.raises(ValueError, match=f"chat_template_kwargs may not hold '{name}'"):
             PromptConfig(chat_template_kwargs={name: False})
 

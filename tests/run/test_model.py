@@ -133,7 +133,11 @@ def test_end_of_text_tokens_are_kept_in_config(tmp_path, generation, expected):
         ("tokenizer.json", {"model": 1}, "no tokenizer can be loaded: "),
         ("tokenizer_config.json", {"tokenizer_class": "T5Tokenizer"}, "no tokenizer can be loaded: "),
         ("tokenizer_config.json", {"eos_token": None}, "the tokenizer has no eos_token"),
-        ("config.json", {"vocab_size": 397}, "the tokenizer has 398 tokens, but .* vocab_size is 397"),
+        (
+            "config.json",
+            {"vocab_size": 397},
+            r"the tokenizer has the id 397 \(.*\), but .* vocab_size is 397",
+        ),
         ("config.json", {"max_position_embeddings": 512}, r"config\.json: .* 512 .*max_length is 16384"),
     ],
 )
@@ -146,9 +150,54 @@ def test_unusable_policy_folder_is_one_line(tmp_path, file, change, words):
     assert "\n" not in str(refused.value)
 
 
+def test_token_id_beyond_the_embedding_is_refused(tmp_path):
+    """Although the tokenizer has fewer tokens than the embedding has rows: its ids have a gap."""
+    write_policy(tmp_path, vocab_size=448)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    word = max(vocabulary, key=vocabulary.get)
+    for token_id, message in (
+        (448, "has the id 448 .* vocab_size is 448, so that this id has no embed"),
+        (447, ""),
+    ):
+        vocabulary[word] = token_id
+        for token in tokenizer["added_tokens"]:
+            token["id"] = token_id if token["content"] == word else token["id"]
+        path.write_text(json.dumps(tokenizer))
+        if message:
+            with pytest.raises(UserError, match=message):
+                build_model(CONFIG, str(tmp_path))
+        else:
+            build_model(CONFIG, str(tmp_path))
+
+
+def test_shared_case_of_token_id_beyond_the_embedding(shared):
+    folder = shared / "cases/tokenizer_id_beyond_embedding"
+    rollout = replace(CONFIG.rollout, max_length=4000)
+    with pytest.raises(UserError, match=r"has the id 700 \('y'\), but .* vocab_size is 448"):
+        build_model(replace(CONFIG, rollout=rollout), str(folder))
+
+
+def test_vocabulary_of_random_policy_covers_every_id(shared):
+    folder = shared / "cases/tokenizer_id_beyond_embedding"
+    init = {name: value for name, value in SHAPE.items() if name != "vocab_size"}
+    policy = replace(CONFIG.policy, init=init, tokenizer=str(folder))
+    assert build_model(replace(CONFIG, policy=policy), "").policy.architecture.vocab_size == 701
+
+
 def test_advice_on_too_long_trajectories_names_the_key(tmp_path):
     write_policy(tmp_path, max_position_embeddings=512)
     with pytest.raises(UserError, match=r"up to 512 .*rollout\.max_length is 16384; lower it"):
+        build_model(CONFIG, str(tmp_path))
+
+
+def test_yarn_extends_the_positions(tmp_path):
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    write_policy(tmp_path, max_position_embeddings=4096, rope_scaling=yarn)
+    build_model(CONFIG, str(tmp_path))  # rollout.max_length is 16384
+    write_policy(tmp_path, max_position_embeddings=4096, rope_scaling=yarn | {"factor": 2.0})
+    with pytest.raises(UserError, match=r"up to 8192 .*rollout\.max_length is 16384; lower it, or stretch"):
         build_model(CONFIG, str(tmp_path))
 
 

@@ -93,8 +93,7 @@ def test_change_of_a_key_is_refused_or_shown(run, before, change, is_binding):
     if is_binding:
         words = f"another experiment: {key}.* changed.*choose another run.dir"
         assert refuses(run, words, *before, change)
-        allowed = rf"checkpoint.allow_change=\[{key}\]"
-        assert not key.startswith("learner") or refuses(run, allowed, *before, change)
+        assert refuses(run, rf"checkpoint.allow_change=\[{key}\]", *before, change)
         before = [*before, f"checkpoint.allow_change=[{key}]"]
     assert any(key in line and "accepted" in line for line in run(*before, change).splitlines())
     assert "accepted" not in run(*before, change)
@@ -149,6 +148,39 @@ def test_killed_rollback_is_finished_by_the_next_start(run):
     (run.folder / "rollback.json").write_text('{"step": 2, "rollbacks": 1}')
     run()
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["2", "5"]
+
+
+@pytest.mark.parametrize(
+    ("history", "kept"),
+    [
+        # Checkpoints by their step; before a colon the rollbacks that were counted when it was saved.
+        ([2, 4], ["1", "2", "4"]),  # 3 is of the time before the first rollback, 5 before the second
+        ([4, 2], ["1", "2"]),
+        ([], ["1", "2", "3", "4"]),  # as an earlier version noted it: the last rollback alone
+    ],
+)
+def test_killed_run_with_two_rollbacks_drops_the_checkpoints_of_both(run, history, kept):
+    with_checkpoint(run)
+    for step, rollbacks in ((1, 0), (2, 0), (3, 0), (4, 1), (5, 1)):
+        extra = run.folder / f"checkpoints/{step}/extra"
+        extra.mkdir(parents=True, exist_ok=True)
+        (extra / "metadata").write_text(json.dumps({"guards": {"rollbacks": rollbacks}}))
+    rollback = {"step": history[-1] if history else 4, "rollbacks": 2} | (
+        {"history": history} if history else {}
+    )
+    (run.folder / "rollback.json").write_text(json.dumps(rollback))
+    run()
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", '{"step": 2}', '{"step": "a", "rollbacks": 1}', '{"step": 1, "rollbacks": 2, "history": [1]}'],
+)
+def test_damaged_note_of_a_rollback_is_one_line(run, text):
+    with_checkpoint(run)
+    (run.folder / "rollback.json").write_text(text)
+    assert refuses(run, r"rollback.json: damaged; remove it")
 
 
 def test_policy_inside_run_is_fetched_first(run, tmp_path):
@@ -300,6 +332,63 @@ def test_contents_are_compared(run, tmp_path, monkeypatch, keys, change, name):
     assert "accepted" in start(f"checkpoint.allow_change=[{name}]", **change)
     first, same, other, _ = processes
     assert first == same and [key for key in first if first[key] != other[key]] == [name]
+
+
+OWN = {
+    "reward": "reward.answer={{f1: 0.5, '{}:mine': 0.5}}",
+    "advantage": "advantage.base={}:mine",
+    "loss": "loss.name={}:mine",
+    "tools": "tools=[search, '{}:Mine']",
+}
+OWN_SOURCE = """
+from {helper} import WEIGHT
+from examples.own_tool import Calculator as Mine
+
+def mine(*arguments):
+    return WEIGHT
+"""
+
+
+@pytest.mark.parametrize("section", OWN)
+@pytest.mark.parametrize("edited", ["module", "helper"])
+def test_edited_own_function_is_another_experiment(run, tmp_path, monkeypatch, section, edited):
+    """Also where the edit is in a module of the user's own that the function's module imports."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"own_{section}_{edited}"
+    files = {"module": tmp_path / f"{module}.py", "helper": tmp_path / f"{module}_helper.py"}
+    files["module"].write_text(OWN_SOURCE.format(helper=f"{module}_helper"))
+    files["helper"].write_text("WEIGHT = 1.0\n")
+    override = OWN[section].format(module)
+    run(override)
+    trained(run, 1)
+    assert "changed" not in run(override)
+    files[edited].write_text(files[edited].read_text() + "OTHER = 2\n")
+    words = rf"{section}.source changed.*the code of {module}:[mM]ine.* was edited; .*allow_change=\["
+    assert refuses(run, words, override)
+    assert "accepted" in run(override, f"checkpoint.allow_change=[{section}]")
+    assert f"{section}.source" not in run(override)
+
+
+def test_run_without_kept_source_hashes_is_resumed(run, tmp_path, monkeypatch):
+    """As versions before 0.3 kept it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_of_earlier_version.py").write_text("def mine(trajectory):\n    return 1.0\n")
+    override = "reward.answer=own_of_earlier_version:mine"
+    run(override)
+    trained(run, 1)
+    path = run.folder / "configs/0.json"
+    identity = json.loads(path.read_text())
+    assert len(identity.pop("reward.source")) == 64
+    path.write_text(json.dumps(identity))
+    assert "changed" not in run(override)
+
+
+def test_changed_argument_of_own_function_is_refused(run):
+    own = ["reward.answer=examples.own_reward:short_way", "reward.args={cost: 0.1}"]
+    run(*own)
+    trained(run, 1)
+    assert refuses(run, r"reward.args changed .*allow_change=\[reward.args\]", own[0], "reward.args.cost=0.2")
+    assert "accepted" in run(own[0], "reward.args.cost=0.2", "checkpoint.allow_change=[reward.args]")
 
 
 def test_only_weights_that_are_read_are_compared(tmp_path):

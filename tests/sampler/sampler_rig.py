@@ -24,8 +24,8 @@ class CharTokenizer:
     eos_token_id = EOS
     pieces = [*CHARACTERS, "<eos>", ">a", ">\n", "x", "y"]
 
-    def __len__(self):
-        return len(self.pieces)
+    def get_vocab(self):
+        return {piece: number for number, piece in enumerate(self.pieces)}
 
     def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=True):
         return "".join(self.pieces[i] for i in ids)

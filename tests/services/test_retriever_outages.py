@@ -65,7 +65,7 @@ def test_service_that_is_away_is_asked_until_it_answers(monkeypatch, status):
 
 
 def test_service_that_stays_away_is_named_with_the_way_out():
-    expected = "no answer for 0.2 s .status 503: .*busy.*start it with scripts/launch_retriever.sh,"
+    expected = "no answer for 0.2 s .status 503: .*busy.*start it with calibadv retriever,"
     expected += " set retriever.url, or raise retriever.patience"
     with serving(answering(failures=1000)) as url, pytest.raises(RequestFailed, match=expected) as failure:
         search(url, ["a"], patience=0.2)
@@ -74,7 +74,7 @@ def test_service_that_stays_away_is_named_with_the_way_out():
 
 
 def test_search_where_nobody_listens_says_how_to_start_a_service():
-    with pytest.raises(RequestFailed, match="start it with scripts/launch_retriever.sh, set retriever.url"):
+    with pytest.raises(RequestFailed, match="start it with calibadv retriever, set retriever.url"):
         search("http://127.0.0.1:9", ["a"], patience=0.1)
 
 
@@ -223,4 +223,28 @@ def test_start_waits_for_a_service_that_comes_late():
         check_running(RetrieverConfig(url=url, patience=60.0), start_the_service)
     (message,) = messages
     assert message.startswith(f"waiting up to 60 s for retriever {url} (")
-    assert "otherwise start it with scripts/launch_retriever.sh or set retriever.url" in message
+    assert "otherwise start it with calibadv retriever or set retriever.url" in message
+
+
+def test_outage_is_told_once_and_its_end(monkeypatch):
+    """A single service that was away was waited for without a word."""
+    monkeypatch.setattr(http_client, "LAST_PAUSE", 0.01)
+    handler = answering(failures=5)
+    lines = []
+    with serving(handler) as url, client_of(url, warn=lines.append) as (client, run):
+        run(client.search(["a"]))
+        run(client.search(["b"]))
+        assert run(client.unreachable_reason(5.0)) == ""  # a service without GET /health answers all the same
+    assert lines[0].startswith(f"retriever {url} does not answer (status 503: ")
+    assert lines[1:] == [f"retriever {url} answers again"]
+
+
+def test_reason_why_no_service_is_reached():
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, serving(answering()) as url:
+        away = f"http://127.0.0.1:{free_port()}"
+        deaf = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for urls, words in (([away], "onnect"), ([deaf], "no answer within 0.1 s"), ([away, url], "")):
+            with client_of(*urls) as (client, run):
+                reason = run(client.unreachable_reason(0.1 if deaf in urls else 5.0))
+                assert words in reason and bool(reason) == bool(words)

@@ -35,11 +35,15 @@ DOCUMENTS = [
 
 
 class Script:
-    """A sampler that says the `texts`, or the turns of SCRIPTS; questions with "slow" wait for `is_open`."""
+    """A sampler that says the `texts`, or the turns of SCRIPTS; questions with "slow" wait for `is_open`.
+
+    With `cuts` it keeps to the length of a turn.
+    """
 
     def __init__(self, texts=()):
         self.texts, self.is_open, self.error = list(texts), False, None
         self.sampled, self.released = [], []
+        self.cuts = False
 
     async def generate(self, token_ids, sampling, session):
         prompt = "".join(map(chr, token_ids))
@@ -50,7 +54,10 @@ class Script:
             raise self.error
         turns = next(turns for word, turns in SCRIPTS.items() if word in prompt)
         text = self.texts.pop(0) if self.texts else turns[prompt.count("</information>\n\n")]
-        return Completion([ord(letter) for letter in text], [-1.0] * len(text), "stop", (0,))
+        reason = "stop"
+        if self.cuts and len(text) > sampling.max_tokens:
+            text, reason = text[: sampling.max_tokens], "length"
+        return Completion([ord(letter) for letter in text], [-1.0] * len(text), reason, (0,))
 
     async def load(self, version, params):
         pass

@@ -5,7 +5,7 @@ from packages import need
 
 need("starlette", "uvicorn")
 
-from serving_rig import served  # noqa: E402
+from serving_rig import FORGED, served  # noqa: E402
 
 from calibadv_jax.core.errors import RequestFailed  # noqa: E402
 
@@ -64,6 +64,30 @@ def test_missing_answer_fits_a_phone(agent, page):
     page.set_viewport_size({"width": 390, "height": 844})
     ask(page, "rambling " + "w" * 76).locator(".result.none").get_by_text("no answer: ").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_examples_are_asked_by_a_click(agent, page):
+    agent.service.examples = ["who wrote it?", f"who {FORGED}?"]
+    page.goto(agent.url)
+    buttons = page.locator("#examples button")
+    buttons.nth(1).wait_for()
+    assert "<script>" in buttons.nth(1).inner_text()
+    buttons.first.click()
+    assert page.locator(".attempt h2").inner_text() == "who wrote it?"
+    page.locator(".result").wait_for()
+    assert not page.locator("#examples").is_visible() and page.evaluate("window.hacked") is None
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_answer_stands_above_the_trace(agent, page, width):
+    """On a phone it was below several screens of documents."""
+    page.goto(agent.url)
+    page.set_viewport_size({"width": width, "height": 844})
+    attempt = ask(page, "who wrote it?")
+    attempt.locator(".result").wait_for()
+    places = [attempt.locator(name).bounding_box()["y"] for name in ("h2", ".result", ".trace")]
+    assert places == sorted(places) and places[1] < 844 / 2
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_failure_in_the_middle_is_told(agent, page):

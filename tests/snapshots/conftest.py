@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 import tiny_policy
+from mirror_rig import copied, short_pauses  # noqa: F401
 from trainer_rig import shared_programs  # noqa: F401
 
 CONFIG = tiny_policy.WIDER | {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "eos_token_id": 1}

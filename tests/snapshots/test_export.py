@@ -202,6 +202,10 @@ def test_export_samples_as_in_training(tiny, run, tmp_path):
     written = json.loads((tmp_path / "hf/generation_config.json").read_text())
     sampling = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 0.9, "top_p": 0.95, "top_k": 0}
     assert written == {"eos_token_id": tiny.config["eos_token_id"], "pad_token_id": 3} | sampling
+    (tmp_path / "run/policy/generation_config.json").write_text(json.dumps({"eos_token_id": [9, 4]}))
+    (tmp_path / "run/policy/config.json").write_text(json.dumps(tiny.config | {"eos_token_id": 4}))
+    export(changed(config, rollout={"temperature": 0.9, "top_p": 0.95}))
+    assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == [4, 9]
     loaded = GenerationConfig.from_pretrained(tmp_path / "hf")
     assert (loaded.top_k, loaded.top_p, loaded.do_sample) == (0, 0.95, True)
     export(changed(config, rollout={"temperature": 0.0}))

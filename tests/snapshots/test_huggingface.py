@@ -168,6 +168,61 @@ def test_unfit_tensors_are_refused(tiny, folder):
         load_params(folder, tiny.policy, None)
 
 
+QUANTISED = {  # what each format stores in place of, and beside, a matrix
+    "fp8": {"weight": ("F8_E4M3", 1), "weight_scale_inv": ("F32", 4)},
+    "gptq": {"qweight": ("I32", 4), "qzeros": ("I32", 4), "scales": ("F16", 2), "g_idx": ("I32", 4)},
+    "awq": {"qweight": ("I32", 4), "qzeros": ("I32", 4), "scales": ("F16", 2)},
+    "bitsandbytes 4 bits": {"weight": ("U8", 1), "weight.absmax": ("F32", 4), "weight.quant_map": ("F32", 4)},
+    "bitsandbytes 8 bits": {"weight": ("I8", 1), "SCB": ("F32", 4)},
+    "compressed-tensors": {"weight_packed": ("I32", 4), "weight_scale": ("BF16", 2)},
+}
+
+
+@pytest.mark.parametrize("form", QUANTISED)
+def test_quantised_weights_are_no_mismatch_of_shapes(tiny, folder, form):
+    matrix = "model.layers.0.mlp.up_proj"
+    tensors = {name: ("F32", 4) for name in load_file(folder / "model.safetensors") if matrix not in name}
+    tensors |= {f"{matrix}.{suffix}": kind for suffix, kind in QUANTISED[form].items()}
+    header, end = {}, 0
+    for name, (dtype, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [1], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(end)
+    (folder / "model.safetensors").write_bytes(content)
+    words = f"quantised or integer weights are not supported: {matrix}.*; give the folder of the unquantised"
+    for read in (lambda: load_params(folder, tiny.policy, None), lambda: check_weights(folder, tiny.policy)):
+        with pytest.raises(UserError, match=f"^{folder}: {words}"):
+            read()
+
+
+def test_shared_case_of_fp8_weights(shared):
+    folder = shared / "cases/weights_fp8_message"
+    policy = Policy(architecture_from_hf(read_hf_config(folder)), Numerics())
+    words = r"not supported: model.layers.0.mlp.down_proj.weight \(F8_E4M3\); .* and 11 more; give the folder"
+    with pytest.raises(UserError, match=words):
+        check_weights(folder, policy)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_without_the_prefix_of_the_body_are_loaded(tiny, tmp_path, tied):
+    """As AutoModel saves them; of an untied model the output head must be there, too."""
+    config = tiny.config | {"tie_word_embeddings": tied}
+    policy = Policy(architecture_from_hf(config), Numerics())
+    params = policy.init(jax.random.key(0))
+    folder = save_folder(params, config, tmp_path / "hf", "float32", None)
+    tensors = load_file(folder / "model.safetensors")
+    body = {name.removeprefix("model."): value for name, value in tensors.items()}
+    save_file(body, folder / "model.safetensors")
+    assert tiny.same(load_params(folder, policy, None), params)
+    assert check_weights(folder, policy).startswith(f"{len(tensors)} tensors")
+    if not tied:
+        del body["lm_head.weight"]
+        save_file(body, folder / "model.safetensors")
+        with pytest.raises(UserError, match=r"1 tensor\(s\) do not fit config.json: missing lm_head.weight"):
+            load_params(folder, policy, None)
+
+
 INDEX = "model.safetensors.index.json"
 
 

@@ -14,113 +14,34 @@ import jax
 import numpy as np
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
+from mirror_rig import (
+    QUIET,
+    acting,
+    config_at,
+    fail_with,
+    is_whole,
+    marker,
+    opened,
+    save_step,
+    start,
+    steps_at,
+    until,
+)
 from trainer_rig import GUARDED, Collapsing, ScriptedRollouts, checkpoints, make_config, make_state, rows
 
 from calibadv_jax.commands.train import train
 from calibadv_jax.config.kept import add_start
 from calibadv_jax.core.errors import EnvironmentFailure, UserError, exit_status
-from calibadv_jax.core.files import write_json
 from calibadv_jax.core.signals import Stop
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.services import object_store
 from calibadv_jax.services.object_store import ObjectStore
 from calibadv_jax.snapshots import mirror as mirror_module
-from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback
+from calibadv_jax.snapshots.checkpoint import ROLLBACK, CheckpointStore, finish_rollback, note_rollback
 from calibadv_jax.snapshots.mirror import fetch_newest, open_mirror
 from calibadv_jax.snapshots.mirror_marker import MARKER, OBJECTS
 
-pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
-QUIET = Console(progress=False)
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(mirror_module, "PAUSE", 0.1)
-
-
-def config_at(folder, url, **sections):
-    return make_config(folder, **sections | {"run": {"dir": str(folder), "mirror": str(url)}})
-
-
-def opened(folder, url, **sections):
-    return open_mirror(config_at(folder, url, **sections), QUIET)
-
-
-def start(config, rollouts=None, console=QUIET, identity=None):
-    """What `calibadv train` does with run.mirror, on scripted rollouts."""
-    folder = Path(config.run.dir)
-    mirror = open_mirror(config, console)
-    mirror.fetch(claim=True)
-    add_start(folder, "run: {seed: 0}\n", identity or {})
-    state = make_state(config, folder, rollouts or ScriptedRollouts(), console)
-    with Stop() as stop, mirror:
-        state.mirror = mirror
-        with state:
-            train(state, stop)
-    return state
-
-
-@pytest.fixture
-def copied(tmp_path):
-    """A store with the copy of two steps, made by the run in the folder `a`."""
-    start(config_at(tmp_path / "a", tmp_path / "store", learner={"steps": 2}))
-    return tmp_path / "store"
-
-
-def marker(url):
-    """The newest version of the marker; an empty one where there is none."""
-    for _ in range(5):
-        with suppress(FileNotFoundError):  # replaced meanwhile
-            store, root = fsspec.core.url_to_fs(str(url))
-            store.invalidate_cache()
-            return json.loads(store.cat_file(max(store.ls(f"{root}/{MARKER}", detail=False))))
-    return {"steps": [], "files": {}}
-
-
-def fail_with(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
-def acting(act, kind=ScriptedRollouts):
-    """Rollouts that call `act` with the version and the seed whenever they load a policy."""
-
-    class Acting(kind):
-        def load(self, version, params):
-            super().load(version, params)
-            act(version, self.seed)
-
-    return Acting()
-
-
-def until(condition):
-    for _ in range(600):
-        if condition():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("it never came")
-
-
-def steps_at(url):
-    return marker(url)["steps"]
-
-
-def save_step(config, step):
-    """A checkpoint of another attempt in the run's folder, without a copy."""
-    folder = Path(config.run.dir)
-    state = make_state(config, folder)
-    state.step = step
-    state.save()
-    state.checkpoints.wait()
-    state.checkpoints.close()
-
-
-def is_whole(store):
-    """Whether the store holds all objects that the marker names, and no others."""
-    names = {name for name, _, _ in marker(store)["files"].values()}
-    return names == {path.name for path in (store / OBJECTS).iterdir()}
+pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs", "short_pauses")]
 
 
 def test_another_machine_continues_bit_for_bit(tmp_path, s3):
@@ -406,6 +327,20 @@ def test_deleted_checkpoint_stays_deleted_after_kill(tmp_path, monkeypatch, is_d
     assert older.fetch() and checkpoints(tmp_path / "older") == [1, 2, 3]
 
 
+def test_copy_that_missed_two_rollbacks_drops_the_checkpoints_of_both(tmp_path):
+    """The second rollback went to a later step: what it would keep in the store is of the first attempt."""
+    store, folder = tmp_path / "store", tmp_path / "a"
+    start(config_at(folder, store, learner={"steps": 4}, checkpoint={"every": 1, "keep": 9}))
+    assert steps_at(store) == [1, 2, 3, 4]
+    note_rollback(folder, 2, 1)
+    note_rollback(folder, 3, 2)
+    assert json.loads((folder / ROLLBACK).read_text())["history"] == [2, 3]
+    mirror = opened(folder, store)
+    mirror._marker.version = mirror._marker.read()
+    assert mirror._marker.rolled_back(mirror._marker.version).steps == (1, 2)
+    assert mirror._marker.rolled_back(mirror._marker.version).rollbacks == 2
+
+
 def test_kill_at_any_operation_leaves_whole_copy(tmp_path, monkeypatch):
     """Of a start that takes the copy over, rolls back and copies its next checkpoint.
 
@@ -452,7 +387,7 @@ def test_kill_at_any_operation_leaves_whole_copy(tmp_path, monkeypatch):
         left[0] = number
         with suppress(EnvironmentFailure):
             folder, mirror, _ = machine(number, "second")
-            write_json(folder / ROLLBACK, {"step": 1, "rollbacks": 1})
+            note_rollback(folder, 1, 1)
             with mirror:
                 mirror.drop_after(1)
                 shutil.rmtree(folder / "checkpoints/2")

@@ -45,11 +45,15 @@ SMALLER = {  # hidden_size, intermediate_size, num_attention_heads, num_key_valu
     "llama-3.2-3b-instruct": (192, 256, 6, 2),
     "qwen3": (64, 96, 4, 2),
     "llama-untied": (64, 96, 4, 2),
+    "qwen2.5-yarn": (64, 96, 4, 2),
 }
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 COMMON = {"bos_token_id": 1, "eos_token_id": 1, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 OTHERS = {"max_position_embeddings": 32768, "rope_theta": 1e6}
+# As the model cards of Qwen2.5 say to add it; the positions of the tests are beyond the native ones.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 MODELS = PUBLISHED | {
+    "qwen2.5-yarn": OTHERS | {"model_type": "qwen2", "rope_scaling": YARN, "tie_word_embeddings": False},
     "qwen3": OTHERS | {"model_type": "qwen3", "tie_word_embeddings": True},
     "llama-untied": OTHERS | {"model_type": "llama", "rope_scaling": LLAMA3, "tie_word_embeddings": False},
 }
@@ -152,7 +156,7 @@ def test_published_weights_lie_in_several_files(name, upstream):
     _, folder = upstream
     assert len(list(folder.glob("*.safetensors"))) > 1
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert ("lm_head.weight" in places) == (name in ("qwen2.5-7b", "llama-untied"))
+    assert ("lm_head.weight" in places) == (name in ("qwen2.5-7b", "llama-untied", "qwen2.5-yarn"))
     assert any(tensor.endswith("q_proj.bias") for tensor in places) == name.startswith("qwen2.5")
 
 

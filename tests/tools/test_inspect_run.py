@@ -73,3 +73,51 @@ def test_files_of_the_page_lie_beside_the_code():
 @pytest.mark.parametrize("call", ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("])
 def test_scripts_of_the_page_make_no_markup_of_text(call):
     assert [path.name for path in STATIC.glob("*.js") if call in path.read_text()] == []
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    make_run(folder, 160)
+    return folder
+
+
+def inspect(*arguments):
+    """Runs the command; returns its exit status."""
+    with pytest.raises(SystemExit) as end:
+        cli.calibadv(["inspect", *map(str, arguments)])
+    return end.value.code
+
+
+def test_groups_are_printed(run_folder, capsys):
+    assert inspect(run_folder, "--print") == 0
+    newest = capsys.readouterr().out
+    assert newest.startswith("step 2 · group ")
+    assert inspect(run_folder, "--print", "--group", "1/3", "--group", "2/0/4") == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^step .*group \d+", printed, re.MULTILINE) == ["step 1 · group 3", "step 2 · group 0"]
+    assert len(re.findall(r"^. trajectory \d", printed, re.MULTILINE)) == 5 + 1
+
+
+def test_groups_are_written_as_a_page(run_folder, tmp_path, capsys):
+    page = tmp_path / "new" / "groups.html"
+    assert inspect(run_folder, "--page", page, "--group", "1/3", "--group", "2/0/4") == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<article") == 5 + 1 and "step 1 · group 3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--group 1/3", "--group chooses what --print and --page show; add one of them"),
+        ("--print --group 7/0", "--group 7/0: step 7 is not kept; the steps that are kept go from 1 to 2"),
+        ("--print --group 1/99", "--group 1/99: step 1 has no group 99; choose one of the page's list"),
+        ("--print --group 1/3/9", "--group 1/3/9: the group has no such trajectory; it has 0, 1, 2, 3, 4"),
+        ("--print --group 1", "argument --group: 1: give STEP/GROUP or STEP/GROUP/TRAJECTORY, such as 30/2"),
+    ],
+)
+def test_groups_that_do_not_exist_are_one_line(run_folder, capsys, arguments, words):
+    assert inspect(run_folder, *arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {words}") and error.count("\n") == 1

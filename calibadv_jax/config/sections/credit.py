@@ -60,9 +60,18 @@ class RewardConfig(Section):
     """Reward of an answer. f1, em, cover_em: agreement with the best golden answer; judge: the verdict of
     reward.judge; package.module:function: your own, at most 1 (examples/own_reward.py). Several with weights,
     {f1: 0.5, judge: 0.5}: their weighted sum. The sum of the positive weights is the largest reward."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of your own function in `answer`, by name: {cost: 0.2}. With several functions of
+    your own: the arguments of each, by the function's name: {short_way: {cost: 0.2}}."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
+    evidence: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 0.0
+    """Weight of the share of the question's supporting_ids that the trajectory's searches returned, which is
+    added to the answer reward. Questions without supporting_ids keep the answer reward. 0: off."""
+    search_cost: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 0.0
+    """Cost of each search beyond those that were needed to find the question's supporting_ids, or beyond
+    their number while one is missing. The score does not fall below 0 by it. 0: off."""
     overlong_penalty: NonNegativeFloat = 0.0
     """Penalty of a trajectory with overlong_until sampled tokens or more (DAPO: 1); 0: off."""
     overlong_from: NonNegativeInt = 0
@@ -83,7 +92,38 @@ class RewardConfig(Section):
         positive_weights = [weight for weight in self.weights.values() if weight > 0]
         return math.fsum(positive_weights) or 1.0
 
+    @property
+    def own_functions(self) -> list[str]:
+        """The functions of the user's own in `answer`, as ``package.module:function``."""
+        return [name for name in self.weights if is_address(name)]
+
+    def arguments_of(self, address: str) -> dict[str, Any]:
+        """Return the further arguments of a function of the user's own.
+
+        Args:
+            address: ``package.module:function``, one of `own_functions`.
+        """
+        if len(self.own_functions) == 1:
+            return self.args
+        _, _, function_name = address.partition(":")
+        arguments: dict[str, Any] = self.args.get(function_name, {})
+        return arguments
+
+    def _argument_faults(self) -> Iterator[str]:
+        if self.args and not self.own_functions:
+            yield "args is set, but answer names no function of your own: leave it out"
+        if len(self.own_functions) < 2:
+            return
+        names = [address.partition(":")[2] for address in self.own_functions]
+        for name, arguments in self.args.items():
+            if name not in names or not isinstance(arguments, dict):
+                yield (
+                    f"args holds {name!r}, but answer names several functions of your own: give the arguments"
+                    f" of each by its name, as in {{{names[0]}: {{NAME: VALUE}}}}"
+                )
+
     def _faults(self) -> Iterator[str]:
+        yield from self._argument_faults()
         if not self.weights:
             yield "answer names no reward: name one, such as f1, or several with their weights"
         names = (*ANSWER_REWARDS, JUDGE)
@@ -114,6 +154,8 @@ class AdvantageConfig(Section):
     package.module:function: a function of your own, see examples/own_advantage.py."""
     base: Annotated[str, _choices(*ESTIMATORS)] = "grpo"
     """calibadv: the estimator whose advantages are calibrated; any `name` but calibadv."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of your own function in `name` or `base`, by name."""
     normalize_std: bool = True
     """grpo, grpo_neutral, grpo_acceptable, grpo_passk, querygroup and the estimators that compare turns:
     divide by the standard deviation; false: centre only (Dr. GRPO)."""
@@ -191,6 +233,8 @@ class AdvantageConfig(Section):
     def _faults(self) -> Iterator[str]:
         yield from _estimator_faults("name", self.name, (CALIBRATED, *ESTIMATORS))
         yield from _estimator_faults("base", self.base, tuple(ESTIMATORS))
+        if self.args and not is_address(self.estimator):
+            yield "advantage.args is set, but no function of your own is the estimator: leave it out"
 
 
 def _estimator_faults(key: str, name: str, choices: tuple[str, ...]) -> Iterator[str]:

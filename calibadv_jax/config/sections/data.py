@@ -35,7 +35,7 @@ class DataConfig(Section):
     """Held-out questions, in the same forms."""
     columns: Annotated[ColumnsConfig, Mark.UNLEARNED] = Field(default_factory=ColumnsConfig)
     """Keys of the rows of data.train and data.eval, where their layout is not a known one."""
-    weights: Annotated[dict[str, PositiveFloat], Mark.TUNED] = Field(default_factory=dict)
+    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Share of each data_source in the training questions, in any unit; empty: all once an epoch."""
     eval_limit: Annotated[NonNegativeInt, Mark.UNLEARNED, Mark.PER_RUN] = 0
     """Questions to evaluate on, spread evenly over the data sources; 0: all questions."""
@@ -75,7 +75,8 @@ class PromptConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as {enable_thinking: false} for Qwen3's."""
     date_string: str = "26 Jul 2024"
-    """Date for chat templates that show a date. It is fixed, so that a run over midnight keeps its prompt."""
+    """Date for chat templates that show a date, by date_string or by strftime_now. It is fixed, so that a run
+    over midnight keeps its prompt."""
 
     @property
     def opening(self) -> str:
@@ -86,8 +87,9 @@ class PromptConfig(Section):
         for name in ("messages", "conversation", "tokenize", "add_generation_prompt"):
             if name in self.chat_template_kwargs:
                 yield f"chat_template_kwargs may not hold {name!r}: leave it out"
-        if "date_string" in self.chat_template_kwargs:
-            yield "chat_template_kwargs may not hold 'date_string': set prompt.date_string"
+        for name in ("date_string", "strftime_now"):
+            if name in self.chat_template_kwargs:
+                yield f"chat_template_kwargs may not hold {name!r}: set prompt.date_string"
 
 
 @dataclass(frozen=True, config=SECTION)

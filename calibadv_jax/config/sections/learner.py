@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,6 +23,9 @@ class LossConfig(Section):
     name: str = "vanilla"
     """vanilla (PPO), cispo, gspo, gmpo, gpg, clip_cov, kl_cov, lld, balance, balance_detached, sapo, dppo_tv,
     dppo_kl or dro (docs/losses.md), or a function of your own as package.module:function."""
+    # Without it in its hash, the section can still be a key of a cache.
+    args: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further arguments of your own function in `name`, by name."""
     clip_low: NonNegativeFloat = 0.2
     """PPO clip: lower bound 1 - clip_low of the importance ratio. gmpo: lower bound -clip_low of the ratio's
     logarithm. dppo_tv, dppo_kl: largest distance of probabilities for a token with a negative advantage."""
@@ -106,6 +110,8 @@ class LossConfig(Section):
     def _faults(self) -> Iterator[str]:
         if not is_address(self.name):
             yield from self._name_faults()
+            if self.args:
+                yield f"loss.args is set, but loss.name={self.name} is no function of your own: leave it out"
         if self.name in LOSSES and LOSSES[self.name].is_sequence_mean and self.aggregation != "sequence_mean":
             yield f"loss.name={self.name} is a mean over trajectories: set loss.aggregation=sequence_mean"
         for key in ("dual_clip", "importance_high"):
@@ -158,9 +164,9 @@ class LossConfig(Section):
         optional_keys = {key for entry in LOSSES.values() for key in entry.keys}
         unread_keys = optional_keys.difference(LOSSES[self.name].keys)
         pydantic_class: Any = LossConfig
-        for key, field in pydantic_class.__pydantic_fields__.items():
+        for key, section_field in pydantic_class.__pydantic_fields__.items():
             value = getattr(self, key)
-            if key in unread_keys and value != field.default:
+            if key in unread_keys and value != section_field.default:
                 yield f"loss.{key} is {value}, but loss.name={self.name} does not read it: leave it out"
 
 

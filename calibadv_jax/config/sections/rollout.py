@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults
+from calibadv_jax.config.sections.section import SECTION, Mark, Section, credential_faults, normal_url
 from calibadv_jax.core.user_functions import is_address
 
 # Actions that the retrieval service answers.
@@ -99,7 +99,8 @@ class SamplerConfig(Section):
 
     def _faults(self) -> Iterator[str]:
         yield from credential_faults("urls", self.urls)
-        if len(set(self.urls)) < len(self.urls):
+        servers = {normal_url(url) for url in self.urls}
+        if len(servers) < len(self.urls):
             yield f"urls is {', '.join(self.urls)}: give each server once"
         if self.worker_devices and len(self.worker_devices) != self.workers:
             yield f"worker_devices names {len(self.worker_devices)} workers, but workers is {self.workers}"

@@ -53,6 +53,8 @@ class LogConfig:
     """Newest steps whose trajectories stay on disk; 0: all steps."""
     rollouts_every: NonNegativeInt = 10
     """Older steps whose number is a multiple of this keep their trajectories too; 0: none."""
+    tables_every: NonNegativeInt = 10
+    """Steps between two tables of trajectories in Weights & Biases and MLflow (docs/metrics.md); 0: none."""
     transcripts: NonNegativeInt = 0
     """Trajectories of each training step that the console shows, each for a different question."""
     progress: bool = True
@@ -153,6 +155,12 @@ class GuardsConfig:
     min_format_valid: float | None = Field(default=0.1, gt=0, le=1)
     """Smallest reward/format_valid allowed; below it, groups have hardly any rewards to compare. null:
     off."""
+    min_answered: float | None = Field(default=0.2, gt=0, le=1)
+    """Smallest rollout/answered allowed, the share of trajectories that end with an answer: a policy that is
+    rarely right can learn to give none. null: off."""
+    max_answer_words: PositiveFloat | None = 8.0
+    """Largest rollout/answer_words allowed, the length of answers as a multiple of the golden answers'.
+    Longer answers collect words, which some rewards pay for. null: off."""
     max_think_repetition: float | None = Field(default=0.3, gt=0, le=1)
     """Largest rollout/think_repetition allowed, the share of 4-grams of a turn that are repeated in it.
     Technical prose has about 0.06, a loop close to 1. null: off."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Self
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
@@ -53,6 +54,28 @@ def credential_faults(key: str, urls: str | list[str], token_variable: str = "")
     yield f"{key} holds a user or a password, which messages and logs would show; {advice}"
 
 
+def normal_url(url: str) -> str:
+    """Return a URL in the form that all spellings of the same address share.
+
+    Scheme and host are in lower case; the default port and slashes at the end are left out.
+
+    Args:
+        url: A URL; a text that is none is only stripped of slashes at its end.
+    """
+    stripped = url.strip().rstrip("/")
+    try:
+        parts = urlsplit(stripped)
+        port = parts.port
+    except ValueError:
+        return stripped
+    if not parts.hostname:
+        return stripped
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    is_default = port is None or port == {"http": 80, "https": 443}.get(parts.scheme)
+    place = host if is_default else f"{host}:{port}"
+    return urlunsplit((parts.scheme, place, parts.path.rstrip("/"), parts.query, ""))
+
+
 class Mark(Enum):
     """Role of a key: what depends on its value. `keys.keys_with_mark` lists the keys of a mark.
 
@@ -63,8 +86,6 @@ class Mark(Enum):
     UNLEARNED = auto()
     # Learning depends on the key, although its section is UNLEARNED.
     LEARNED = auto()
-    # People change the key in the middle of a run on purpose.
-    TUNED = auto()
     # The cold start depends on the key.
     COLD_START = auto()
     # Two runs of one experiment may have different values: seeds, paths, logging.

@@ -20,7 +20,7 @@ from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
 from calibadv_jax.contrib.planning.memory import device_lines, find_architecture
 from calibadv_jax.core import hub
-from calibadv_jax.core.errors import RequestFailed, UserError
+from calibadv_jax.core.errors import Faults, RequestFailed, UserError, each_fault
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
@@ -32,6 +32,7 @@ from calibadv_jax.rollout.prompts import FROM_DATA, drop_overlong, open_prompt, 
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.model import Model, build_model, find_folder
+from calibadv_jax.run.wiring import impatient
 from calibadv_jax.sampler.rollout_workers import find_workers
 from calibadv_jax.sampler.vllm_command import require_vllm
 from calibadv_jax.services.http_client import SINGLE_ATTEMPT
@@ -40,6 +41,8 @@ from calibadv_jax.services.retriever_process import open_retriever
 from calibadv_jax.snapshots.huggingface import check_weights
 
 NO_ANSWER = "I do not know"  # a wrong answer to any question, for the judge
+MANY_EPOCHS = 100  # a question that is asked more often is learned by heart
+STAND_IN = Question("stand-in", "What is the capital of France?", ("Paris",), "doctor")
 # How a check's line begins -> the status that is printed before it. Other lines are ok.
 STATUS = {"warning: ": "warn", "not checked: ": "skip", "failed: ": "FAIL"}
 
@@ -56,7 +59,7 @@ def run(config: Config, offline: bool = False) -> None:
     """
     console = Console(config.log.progress)
     checks = OFFLINE_CHECKS if offline else CHECKS
-    config = _with_impatient_tools(config)
+    config = impatient(config)
     num_failed = 0
     counts: Counter[str] = Counter()  # lines by status
     for name, check in checks.items():
@@ -64,7 +67,7 @@ def run(config: Config, offline: bool = False) -> None:
             with console.phase(f"checking: {name}", announce=not offline):
                 lines = check(config)
         except UserError as error:
-            lines = [f"failed: {error}"]
+            lines = [f"failed: {fault}" for fault in each_fault(error)]
         if any(line.startswith("failed: ") for line in lines):
             num_failed += 1
         for line in lines:
@@ -78,16 +81,6 @@ def run(config: Config, offline: bool = False) -> None:
     console.say(f"every {kind} passed; warnings: {counts['warn']}, not checked: {counts['skip']}")
 
 
-def _with_impatient_tools(config: Config) -> Config:
-    """Return the config with MCP servers that are asked once, so that a missing one is reported at once."""
-    tools = []
-    for tool in config.tools:
-        if tool.mcp:
-            tool = replace(tool, mcp=replace(tool.mcp, patience=SINGLE_ATTEMPT))
-        tools.append(tool)
-    return replace(config, tools=tools)
-
-
 def _split_status(line: str) -> tuple[str, str]:
     """Return the status that a check's line begins with ("ok" without one), and the rest of the line."""
     for prefix, status in STATUS.items():
@@ -99,12 +92,24 @@ def _split_status(line: str) -> tuple[str, str]:
 def check_questions(config: Config) -> list[str]:
     """Check both question files, row by row."""
     lines = []
-    train = load_questions(config.data.train, config.data.columns)
-    check_fit(train, config.data.weights, config.prompt.template)
-    lines += _question_lines(train, "data.train")
-    held_out = load_questions(config.data.eval, config.data.columns)
-    check_fit(held_out, {}, config.prompt.template)
-    lines += _question_lines(held_out, "data.eval")
+    faults = Faults()
+    train: list[Question] = []
+    held_out: list[Question] = []
+    with faults.collected():
+        train = load_questions(config.data.train, config.data.columns)
+        check_fit(train, config.data.weights, config.prompt.template)
+        lines += _question_lines(train, "data.train")
+    with faults.collected():
+        held_out = load_questions(config.data.eval, config.data.columns)
+        check_fit(held_out, {}, config.prompt.template)
+        lines += _question_lines(held_out, "data.eval")
+    faults.raise_all()
+    num_epochs = config.learner.steps * config.rollout.questions_per_step / len(train)
+    if num_epochs > MANY_EPOCHS:
+        lines.append(
+            f"warning: data.train's {len(train)} questions are asked {num_epochs:,.0f} times each in"
+            f" learner.steps={config.learner.steps}; lower it, or add questions"
+        )
     train_texts = {question.text for question in train}
     held_out_texts = {question.text for question in held_out}
     num_shared = len(train_texts & held_out_texts)
@@ -128,11 +133,16 @@ def check_policy(config: Config) -> list[str]:
     lines = [f"mesh {dict(model.mesh.shape)}"]
     # The tags come before the tensors: an action that cannot be made is reported first.
     tags = grammar_of(make_actions(config)).tags
-    lines += weight_lines(config, model)
+    faults = Faults()
+    with faults.collected():
+        lines += weight_lines(config, model)
     token_counts = [f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags]
     lines.append(f"tokens of each tag: {', '.join(token_counts)}")
-    lines += prompt_lines(config, model.tokenizer)
-    lines += device_lines(config, model.policy.architecture, model.mesh.shape)
+    with faults.collected():
+        lines += prompt_lines(config, model.tokenizer)
+    with faults.collected():
+        lines += device_lines(config, model.policy.architecture, model.mesh.shape)
+    faults.raise_all()
     return lines
 
 
@@ -187,10 +197,10 @@ def check_retriever(config: Config) -> list[str]:
     """Check the service's corpus and index (a child service checks them as it starts), and one real query."""
     if not config.has_retriever:
         return ["none: no action of tools asks it"]
-    question = load_questions(config.data.eval, config.data.columns)[0]
-    impatient = replace(config.retriever, patience=SINGLE_ATTEMPT)
-    with open_retriever(impatient, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
-        retriever = RetrieverClient(impatient, url)
+    question = _first_question(config)
+    retriever_config = impatient(config).retriever
+    with open_retriever(retriever_config, Path(config.run.dir) / "retriever.log", lambda _: None) as url:
+        retriever = RetrieverClient(retriever_config, url)
         health = retriever.health()
         state = ", ".join(f"{name} {value}" for name, value in health.items() if value != "")
         reranked = retriever.check_reranker(health)
@@ -203,6 +213,14 @@ def check_retriever(config: Config) -> list[str]:
         else:
             lines.append(f"warning: nothing found for {question.text!r}; does the corpus fit data.eval?")
         return lines
+
+
+def _first_question(config: Config) -> Question:
+    """Return the first question of data.eval, or STAND_IN if the file cannot be read (`check_questions`)."""
+    try:
+        return load_questions(config.data.eval, config.data.columns)[0]
+    except UserError:
+        return STAND_IN
 
 
 async def _search_once(retriever: RetrieverClient, query: str) -> Sequence[Document]:
@@ -219,7 +237,7 @@ def check_judge(config: Config) -> list[str]:
     if not config.reward.judge.url:
         return []
     judge = JudgeClient(replace(config.reward.judge, patience=SINGLE_ATTEMPT))
-    question = load_questions(config.data.eval, config.data.columns)[0]
+    question = _first_question(config)
     right = question.golden_answers[0]
     try:
         right_verdict, wrong_verdict = asyncio.run(_judge_both(judge, question, right))
@@ -229,6 +247,8 @@ def check_judge(config: Config) -> list[str]:
         f"{judge.url}: {judge.config.model} gives {right!r} {right_verdict:g} and {NO_ANSWER!r}"
         f" {wrong_verdict:g}"
     ]
+    if judge.form.differences():
+        lines.append(f"it takes no usual request, and is asked with {judge.form.differences()}")
     if right_verdict < 0.5 or wrong_verdict >= 0.5:
         lines.append(f"warning: it misjudges these answers to {question.text!r}; see reward.judge.prompt")
     return lines

@@ -21,7 +21,8 @@ from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_write, write_text
 from calibadv_jax.core.trajectory import Question
-from calibadv_jax.data.layouts import NO_COLUMNS, NoAnswer
+from calibadv_jax.data.golden_answers import NoAnswer
+from calibadv_jax.data.layouts import NO_COLUMNS
 from calibadv_jax.data.questions import question_row, read_questions, write_questions
 from calibadv_jax.data.row_files import Sources, find_files
 from calibadv_jax.metrics.console import Console, table

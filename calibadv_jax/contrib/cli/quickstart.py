@@ -11,6 +11,7 @@ from pathlib import Path
 from calibadv_jax.commands import export, sft, train
 from calibadv_jax.commands.evaluate import evaluate_policy
 from calibadv_jax.config import Config
+from calibadv_jax.contrib.cli import report as report_command
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json
@@ -21,6 +22,8 @@ from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.run.folder import check_cold_start
 from calibadv_jax.run.model import find_policy
 from calibadv_jax.run.wiring import open_services
+
+NUM_STAGES = 6  # whose headings the console shows
 
 
 def run(config: Config) -> None:
@@ -40,13 +43,16 @@ def run(config: Config) -> None:
         seconds[name] = time.monotonic() - start - sum(seconds.values())
 
     with locked_run(Path(config.run.dir), console.warn):
+        console.heading(f"{_stage(1)}: world of {config.world.train_questions} training questions")
         write_world(config.world)
         lap("world")
+        console.heading(f"{_stage(2)}: cold start, supervised on demonstrations")
         if (Path(config.sft.output) / "config.json").is_file():
             check_cold_start(config)
         else:
             sft.run(config)
         lap("cold start")
+        console.heading(f"{_stage(3)}: index and retriever")
         with open_services(config, Path(config.sft.output)) as (retriever, workers):
             connected = replace(
                 config,
@@ -54,27 +60,48 @@ def run(config: Config) -> None:
                 sampler=replace(config.sampler, urls=workers),
             )
             lap("services")
+            console.heading(f"{_stage(4)}: evaluation of the cold start")
             cold_start = find_policy(Path(connected.sft.output))
             before = evaluate_policy(_writing_evaluation(connected, "before"), cold_start).means
             lap("evaluation before")
+            method = f"{config.learner.steps} steps with {config.advantage.name}"
+            console.heading(f"{_stage(5)}: reinforcement learning, {method}")
             train.run(connected, kept=config)
             lap("training")
             output = export.export(connected)
             lap("export")
+            console.heading(f"{_stage(6)}: evaluation of the trained policy")
             trained = find_policy(output)
             after = evaluate_policy(_writing_evaluation(connected, "after"), trained).means
             lap("evaluation after")
         seconds["total"] = time.monotonic() - start
         report = Path(config.run.dir) / "quickstart.json"
         write_json(report, {"before": before, "after": after, "seconds": seconds})
+    page = _write_report(config, console)
+    console.heading("result")
     for line in unanswered_warnings(after):
         console.warn(f"after training, {line}")
     console.say(_scores_table(before, after))
     console.say("  ".join(f"{name} {value:.0f} s" for name, value in seconds.items()))
-    outputs = {"policy": output, "cold start": config.sft.output, "run": config.run.dir, "report": report}
+    outputs = {"policy": output, "cold start": config.sft.output, "run": config.run.dir, "scores": report}
     for label, path in outputs.items():
         console.say(f"{label:>10}  {path}")
-    _print_next_commands(console, Path(config.run.dir), output)
+    if page is not None:
+        console.say(f"{'page':>10}  {page.resolve().as_uri()}   # the result first, then all curves")
+    _print_next_commands(console, Path(config.run.dir), output, has_page=page is not None)
+
+
+def _stage(number: int) -> str:
+    return f"{number}/{NUM_STAGES}"
+
+
+def _write_report(config: Config, console: Console) -> Path | None:
+    """Write the report of the run into its folder; None where matplotlib is not installed."""
+    if not report_command.is_installed():
+        return None
+    page = Path(config.run.dir) / "report.html"
+    report_command.write_report([Path(config.run.dir)], page, console)
+    return page
 
 
 def _scores_table(before: Means, after: Means) -> str:
@@ -89,7 +116,7 @@ def _scores_table(before: Means, after: Means) -> str:
     return table(rows, ["temperature", "questions", "F1 before", "F1 after", "format", "searches"])
 
 
-def _print_next_commands(console: Console, run_dir: Path, policy_folder: Path) -> None:
+def _print_next_commands(console: Console, run_dir: Path, policy_folder: Path, has_page: bool) -> None:
     """Print the commands that look at the run and ask its policy."""
     run_folder = shlex.quote(str(run_dir.resolve()))
     policy = shlex.quote(str(policy_folder.resolve()))
@@ -100,7 +127,11 @@ def _print_next_commands(console: Console, run_dir: Path, policy_folder: Path) -
         calibadv = shlex.join([sys.executable, "-m", "calibadv_jax"])
     console.say("next:")
     console.say(f"  {calibadv} inspect {run_folder}   # every trajectory with the credit of each turn")
-    console.say(f"  {calibadv} report {run_folder}   # one page with all curves")
+    if not has_page:
+        install = "pip install 'calibadv-jax[report]'"
+        console.say(
+            f"  {calibadv} report {run_folder}   # one page with the result and all curves; {install}"
+        )
     console.say(f"  {calibadv} ask --policy {policy}   # asks the trained policy")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from calibadv_jax.contrib.arguments import number
@@ -47,24 +48,50 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: matplotlib is not installed, a folder is no run with metrics, or a file is damaged.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not is_installed():
         raise UserError("matplotlib is not installed; pip install 'calibadv-jax[report]'")
     console = Console()
-    runs = read_runs(arguments.runs)
-    with console.phase("reading the kept trajectories", announce=True):
-        gathered = Gathered(group_runs(runs), arguments.smooth)
     output = arguments.output
     if output is None:
-        folder = runs[0].folder if len(runs) == 1 else Path()
+        folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()
         output = folder / "report.html"
+    gathered = write_report(arguments.runs, output, console, arguments.smooth)
+    console.say(str(output))
+    if arguments.png is not None:
+        _write_png_files(gathered, arguments.png)
+        console.say(f"{arguments.png}: {len(gathered.charts)} figures")
+
+
+def is_installed() -> bool:
+    """Return whether matplotlib, which draws the figures, is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_report(folders: Sequence[Path], output: Path, console: Console, smooth: int = SMOOTH) -> Gathered:
+    """Write the page of some runs.
+
+    Args:
+        folders: folders of the runs.
+        output: the page to write.
+        console: shows the progress.
+        smooth: steps that the trends are means of.
+
+    Returns:
+        The charts of the page.
+
+    Raises:
+        UserError: a folder is no run with metrics, or a file is damaged.
+    """
+    runs = read_runs(folders)
+    with console.phase("reading the kept trajectories", announce=True):
+        gathered = Gathered(group_runs(runs), smooth)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with locked_output(output, "--output", console.warn):
-        with console.phase("drawing the figures", announce=True):
-            write_text(output, render(gathered, PORT))  # atomic: a browser never loads half a page
-        console.say(str(output))
-        if arguments.png is not None:
-            _write_png_files(gathered, arguments.png)
-            console.say(f"{arguments.png}: {len(gathered.charts)} figures")
+    with (
+        locked_output(output, "--output", console.warn),
+        console.phase("drawing the figures", announce=True),
+    ):
+        write_text(output, render(gathered, PORT))  # atomic: a browser never loads half a page
+    return gathered
 
 
 def _write_png_files(gathered: Gathered, folder: Path) -> None:

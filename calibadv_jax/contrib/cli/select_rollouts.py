@@ -18,6 +18,7 @@ from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
 from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_opening_tag
 from calibadv_jax.metrics.console import Console, table
+from calibadv_jax.rewards.evidence import max_score
 from calibadv_jax.rollout_store.reader import read_columns, read_metadata
 from calibadv_jax.rollout_store.schema import kept_steps
 
@@ -103,9 +104,8 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
         reward = _reward_config(path)
         if reward.shuffle:
             raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
-        least_score = reward.max_score if min_score is None else min_score
         rows = read_columns(path, COLUMNS).to_pylist()
-        verdicts = [_verdict(row, least_score) for row in rows]
+        verdicts = [_verdict(row, reward, min_score) for row in rows]
         good = [index for index, verdict in enumerate(verdicts) if verdict == "good"]
         turns = read_columns(path, ["turns"]).take(pa.array(good, pa.int64())).to_pylist()
         counts.update(verdicts)
@@ -121,8 +121,10 @@ def _reward_config(path: Path) -> RewardConfig:
     return reward
 
 
-def _verdict(row: RecordRow, min_score: float) -> str:
-    """Return why a trajectory is left out, or "good"."""
+def _verdict(row: RecordRow, reward: RewardConfig, min_score: float | None) -> str:
+    """Return why a trajectory is left out, or "good"; without `min_score` only the largest score is good."""
+    if min_score is None:
+        min_score = max_score(row["supporting_ids"], reward)
     if row["error"] is not None:
         return "failed"
     if not row["format_valid"]:

@@ -9,8 +9,11 @@ import argparse
 import importlib.util
 import os
 import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
+from calibadv_jax.config import Config
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
@@ -20,9 +23,11 @@ from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.rollout_store.schema import run_name
+from calibadv_jax.services.retriever_client import RetrieverClient
 
 # Hosts that only this machine reaches.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEALTH_SECONDS = 2.0  # in which the retriever must answer for GET /health to say "ready"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +99,8 @@ def run(arguments: argparse.Namespace) -> None:
                 slots=arguments.slots,
                 queue=arguments.queue,
                 seconds=arguments.time_limit,
+                examples=_examples(arguments.policy, console),
+                retriever_fault=_retriever_check(config, rollouts),
             )
             with app.serving(service, listener, token) as ended:
                 host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
@@ -109,6 +116,23 @@ def _warm_up(rollouts: Rollouts) -> None:
     trajectory = rollouts.run(question)
     if trajectory.error:
         raise EnvironmentFailure(trajectory.error)
+
+
+def _examples(policy: Path, console: Console) -> list[str]:
+    """Return example questions for the page; none, with a warning, if kept trajectories are damaged."""
+    try:
+        return load_optional("serving.examples").example_questions(policy)  # type: ignore[no-any-return]
+    except UserError as error:
+        console.warn(f"the page has no example questions: {error}")
+        return []
+
+
+def _retriever_check(config: Config, rollouts: Rollouts) -> Callable[[], Awaitable[str]] | None:
+    """Return the function that says why the retriever does not answer; None without a retriever."""
+    retriever = rollouts.context.retriever
+    if not config.has_retriever or not isinstance(retriever, RetrieverClient):
+        return None
+    return partial(retriever.unreachable_reason, HEALTH_SECONDS)
 
 
 def read_token(path: Path | None) -> str:

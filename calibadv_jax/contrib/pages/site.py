@@ -17,6 +17,8 @@ import pyarrow.compute as pc
 
 from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.config.kept import newest_start
+from calibadv_jax.contrib.pages.evaluations import Evaluations
+from calibadv_jax.contrib.pages.static_page import render_groups
 from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import NO_ACTIONS
@@ -36,6 +38,7 @@ FLAGS = (
 )
 STATIC = Path(__file__).with_name("static")
 INDEX = "data/index.json"
+EVALUATIONS = "data/evaluations.json"
 _TABLES_HELD = 2  # steps whose tables stay in memory
 _TURN = "turns.list.element."
 # Columns that the index reads.
@@ -61,6 +64,8 @@ _COLUMNS = (
     f"{_TURN}documents.list.element.id",
 )
 _GROUP = re.compile(r"data/group_(\d{1,9})_(\d{1,9})\.json")
+_GROUP_PAGE = re.compile(r"page/step_(\d{1,9})_group_(\d{1,9})\.html")
+_QUESTION = re.compile(r"data/question_(\d{1,9})\.json")
 
 
 class StepFile(NamedTuple):
@@ -78,16 +83,17 @@ class Site:
     Methods read the newest files, and raise UserError if one is damaged.
 
     Raises:
-        UserError: the folder keeps no steps, or the run's tokenizer is missing.
+        UserError: the folder keeps neither steps nor evaluations, or the run's tokenizer is missing.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.evaluations = Evaluations(folder)
         self._read_table = lru_cache(maxsize=_TABLES_HELD)(_read_table)
         self._steps: dict[StepFile, dict[str, Any]] = {}
         if kept_steps(folder):
             self._pieces.text([])  # loads the tokenizer, so that a missing one is reported at once
-        elif self._config().get("log", {}).get("rollouts", "none") == "none":
+        elif self._config().get("log", {}).get("rollouts", "none") == "none" and not self.evaluations.names():
             raise UserError(
                 f"{folder}: no rollouts/step_N.parquet there; give the folder of a run with log.rollouts"
             )
@@ -131,7 +137,8 @@ class Site:
         versions = {
             step: (file.path, file.modified_ns, file.size) for step, file in self._step_files().items()
         }
-        digest = hashlib.sha256(repr(versions).encode()).hexdigest()
+        state = [versions, self.evaluations.names()]
+        digest = hashlib.sha256(repr(state).encode()).hexdigest()
         return f'"{digest[:32]}"'
 
     def get(self, address: str) -> bytes | None:
@@ -139,36 +146,57 @@ class Site:
         if address == INDEX:
             return self._index()
         if match := _GROUP.fullmatch(address):
-            return self._group(step=int(match[1]), group=int(match[2]))
+            data = self.group(int(match[1]), int(match[2]))
+            return None if data is None else _json(data)
+        if match := _GROUP_PAGE.fullmatch(address):
+            data = self.group(int(match[1]), int(match[2]))
+            return None if data is None else render_groups(self.name, [data]).encode()
+        if address == EVALUATIONS:
+            return _json(self.evaluations.index())
+        if match := _QUESTION.fullmatch(address):
+            question = self.evaluations.question(int(match[1]))
+            return None if question is None else _json(question)
         static_names = {path.name for path in STATIC.iterdir()}
         if address in static_names:
             return (STATIC / address).read_bytes()
         return None
+
+    @property
+    def name(self) -> str:
+        """The name of the run on its pages."""
+        return run_name(self.folder)
 
     def _index(self) -> bytes:
         steps = self.steps()
         config = self._config()
         return _json(
             {
-                "name": run_name(self.folder),
-                "advantage": config["advantage"],
-                "planned": int(config["learner"]["steps"]),
+                "name": self.name,
+                "advantage": config.get("advantage", {}),
+                "planned": int(config.get("learner", {}).get("steps", 0)),
                 "steps": steps,
+                "evaluations": self.evaluations.names(),
             }
         )
 
-    def _group(self, step: int, group: int) -> bytes | None:
+    def rows(self, step: int, group: int) -> list[RecordRow]:
+        """Return the trajectories of a group with all their columns; an empty list where it is not kept."""
         file = self._step_files().get(step)
         if file is None:
-            return None
-        rows = self._read_table(file).filter(pc.field("group") == group).to_pylist()
+            return []
+        rows: list[RecordRow] = self._read_table(file).filter(pc.field("group") == group).to_pylist()
+        return rows
+
+    def group(self, step: int, group: int) -> dict[str, Any] | None:
+        """Return the `transcript` of a group; None where it is not kept."""
+        rows = self.rows(step, group)
         if not rows:
             return None
         metadata = self._metadata()
         config = AdvantageConfig()
         vars(config).update(json.loads(metadata["advantage"]))  # unchecked: older runs had other keys, values
         opening, actions = opening_and_actions(metadata)
-        return _json(transcript(rows, self._pieces, config, opening, actions))
+        return transcript(rows, self._pieces, config, opening, actions)
 
 
 def _read_table(file: StepFile) -> pa.Table:
@@ -218,8 +246,9 @@ def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any
         lengths: number of sampled tokens of each.
 
     Returns:
-        ``groups`` and ``rows``, each column -> values. The column ``group`` of the rows is a place in
-        ``groups``; ``queries`` holds one query a line.
+        ``instructive``: the numbers of the ``group`` and the ``trajectory`` to open first. In ``groups``
+        and ``rows`` each column -> values: the column ``group`` of the rows is a place in ``groups``, and
+        ``queries`` has one query a line.
     """
     first_rows: dict[int, RecordRow] = {}  # the first row of each group
     for row in rows:
@@ -228,7 +257,9 @@ def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any
     places = {group: place for place, group in enumerate(groups)}
     firsts = [first_rows[group] for group in groups]
     queries = [_queries(row) for row in rows]
+    flags = [flags_of(row) for row in rows]
     return {
+        "instructive": _instructive(rows, flags),
         "groups": {
             "group": groups,
             "question": [row["question"] for row in firsts],
@@ -240,7 +271,7 @@ def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any
             "group": [places[row["group"]] for row in rows],
             "index": [row["index"] for row in rows],
             "score": [round(row["answer_score"], 4) for row in rows],
-            "flags": [flags_of(row) for row in rows],
+            "flags": flags,
             "advantage": [_rounded(row["advantage_raw"]) for row in rows],
             "searches": [len(queries_of_row) for queries_of_row in queries],
             "length": list(lengths),
@@ -248,6 +279,43 @@ def tabulate(rows: Sequence[RecordRow], lengths: Sequence[int]) -> dict[str, Any
             "queries": ["\n".join(queries_of_row) for queries_of_row in queries],
         },
     }
+
+
+def _instructive(rows: Sequence[RecordRow], flags: Sequence[int]) -> dict[str, int]:
+    """Return the ``group`` that shows most of the credit, and the ``trajectory`` of it to begin with.
+
+    A group counts more if a turn of it was softened, if right and wrong answers stand side by side, and if a
+    wrong answer follows a good search. Of equal groups the first is taken. The trajectory is the group's
+    first softened one; without one, its first.
+
+    Args:
+        rows: the trajectories of a step.
+        flags: their `flags_of`.
+
+    Returns:
+        The two numbers; nothing without a row.
+    """
+    members: dict[int, list[tuple[int, int]]] = {}  # group -> index and flags of its trajectories
+    for row, row_flags in zip(rows, flags, strict=True):
+        members.setdefault(row["group"], []).append((row["index"], row_flags))
+    if not members:
+        return {}
+    softened, wrong, good, failed = (
+        1 << FLAGS.index(name) for name in ("softened", "wrong", "goodSearch", "failed")
+    )
+
+    def points(group: int) -> int:
+        """Return how much a group shows."""
+        finished = [row_flags for _, row_flags in members[group] if not row_flags & failed]
+        has_softened = any(row_flags & softened for row_flags in finished)
+        num_wrong = sum(bool(row_flags & wrong) for row_flags in finished)
+        is_mixed = 0 < num_wrong < len(finished)
+        has_unlucky = any(row_flags & wrong and row_flags & good for row_flags in finished)
+        return 4 * has_softened + 2 * is_mixed + has_unlucky
+
+    group = max(sorted(members), key=points)  # `max` returns the first of equal groups
+    indices = [index for index, row_flags in members[group] if row_flags & softened]
+    return {"group": group, "trajectory": indices[0] if indices else members[group][0][0]}
 
 
 def _queries(row: RecordRow) -> list[str]:

@@ -147,6 +147,7 @@ def transcript(
         "silver": dict(first["silver"]),
         "prompt": pieces.text(first["prompt_ids"]),
         "why": [line for line in explanation.splitlines() if line],
+        "brief": WORDS.group_brief(facts).strip(),
         "is_judged": config.is_calibrated or estimator_judges,
         "trajectories": trajectories,
     }
@@ -175,6 +176,8 @@ def _turns(
                 "documents": documents,
                 # Empty where the explanation of the group covers the turn.
                 "why": WORDS.turn(row, turn, index == last, facts, config).strip(),
+                # The same in a few words; empty where `why` has no shorter form.
+                "brief": WORDS.turn_brief(row, turn, index == last, facts, config).strip(),
                 "flaw": flaw,
             }
         )

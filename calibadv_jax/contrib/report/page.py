@@ -11,10 +11,12 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from calibadv_jax.config.keys import is_among
 from calibadv_jax.contrib.report.curves import Curve
 from calibadv_jax.contrib.report.draw import draw, place, themed_svg
 from calibadv_jax.contrib.report.gather import Chart, Gathered
-from calibadv_jax.contrib.report.runs import Run, Series, compare
+from calibadv_jax.contrib.report.results import results, title
+from calibadv_jax.contrib.report.runs import IGNORED, Run, Series, compare
 from calibadv_jax.metrics.console import duration, number
 from calibadv_jax.rollout_store.schema import run_name
 
@@ -31,11 +33,8 @@ def render(gathered: Gathered, port: int) -> str:
     runs = [run for series in gathered.series for run in series.runs]
     order = [series.name for series in gathered.series]
     settings = compare(gathered.series)
-    different = []
-    for key, values_by_series in settings.items():
-        distinct_values = {value for values in values_by_series for value in values}
-        if len(distinct_values) > 1:
-            different.append(key)
+    differing, other_differences = differences(settings)
+    series_results = results(gathered.series)
     evaluations = [(run.name, row) for run in runs for row in run.evaluations]
     # Names of the scores of all evaluations, each once.
     scores = dict.fromkeys(name for _, row in evaluations for name in row.cells)
@@ -43,6 +42,7 @@ def render(gathered: Gathered, port: int) -> str:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["number"] = number
     environment.filters["duration"] = duration
+    environment.filters["rounded"] = rounded
     environment.globals["mean_of_last"] = mean_of_last
     return environment.get_template("page.html").render(
         series=gathered.series,
@@ -55,8 +55,39 @@ def render(gathered: Gathered, port: int) -> str:
         evaluations=sorted(evaluations, key=lambda pair: pair[1].questions),
         scores=scores,
         settings=settings,
-        different=different,
+        differing=differing,
+        other_differences=other_differences,
+        results=series_results,
+        title=title(series_results),
     )
+
+
+def rounded(value: float) -> str:
+    """Format with three places, or four significant digits above 10."""
+    return number(value) if abs(value) >= 10 else f"{value:.3f}"
+
+
+def differences(settings: Mapping[str, Sequence[Sequence[str]]]) -> tuple[list[str], list[str]]:
+    """Return the keys whose values differ: those that make another experiment, and the others.
+
+    Args:
+        settings: result of `compare`.
+
+    Returns:
+        Keys that tell the series apart; and keys such as seeds and paths, which may differ between the runs
+        of one series too.
+    """
+    differing = []
+    others = []
+    for key, values_by_series in settings.items():
+        distinct_values = {value for values in values_by_series for value in values}
+        if len(distinct_values) < 2:
+            continue
+        if is_among(IGNORED, key):
+            others.append(key)
+        else:
+            differing.append(key)
+    return differing, others
 
 
 def mean_of_last(values: Mapping[int, float | None]) -> float | None:

@@ -30,9 +30,27 @@ class EvaluationRow:
     """Scores of one evaluation on one group of questions."""
 
     title: str  # name of the evaluation
-    questions: str  # such as "temperature 0, all"
+    method: str  # how the questions were answered (evaluate.method)
+    temperature: str  # of sampling, such as "0"
+    source: str  # a data source, "all" or "average"
     confidence: float | None  # coverage of the intervals; None: there are none
-    cells: dict[str, str]  # metric -> ``0.512 [0.470, 0.554]``; counts are whole numbers
+    means: dict[str, float]  # by metric
+    intervals: dict[str, tuple[float, float]]  # by metric: its confidence interval, of those that have one
+
+    @property
+    def questions(self) -> str:
+        """Which questions were answered and how, such as "temperature 0, all"."""
+        return f"temperature {self.temperature}, {self.source}"
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Metric -> its mean and interval, such as ``0.512 [0.470, 0.554]``; counts are whole numbers."""
+        cells = {}
+        for name, mean in self.means.items():
+            cells[name] = f"{mean:.0f}" if name in COUNTS else f"{mean:.3f}"
+        for name, (low, high) in self.intervals.items():
+            cells[name] += f" [{low:.3f}, {high:.3f}]"
+        return cells
 
 
 @dataclass(frozen=True)
@@ -141,13 +159,17 @@ def _evaluation_rows(title: str, report: dict[str, Any]) -> list[EvaluationRow]:
     for temperature, sources in report["scores"].items():
         for source, means in sources.items():
             intervals = report["intervals"].get(temperature, {}).get(source, {})
-            cells = {}
-            for name, mean in means.items():
-                cells[name] = f"{mean:.0f}" if name in COUNTS else f"{mean:.3f}"
-            for name, (low, high) in intervals.items():
-                cells[name] += f" [{low:.3f}, {high:.3f}]"
-            confidence = report["confidence"] if intervals else None
-            rows.append(EvaluationRow(title, f"temperature {temperature}, {source}", confidence, cells))
+            rows.append(
+                EvaluationRow(
+                    title,
+                    method=method,
+                    temperature=temperature,
+                    source=source,
+                    confidence=report["confidence"] if intervals else None,
+                    means=means,
+                    intervals={name: (low, high) for name, (low, high) in intervals.items()},
+                )
+            )
     return rows
 
 

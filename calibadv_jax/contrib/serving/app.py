@@ -17,24 +17,30 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from calibadv_jax.contrib.pages.page_server import TYPES, guard_headers, is_this_machine
-from calibadv_jax.contrib.serving.chat import ApiError, ChatReply, parse
+from calibadv_jax.contrib.serving import connections
+from calibadv_jax.contrib.serving.chat import ChatReply, CompletionReply
+from calibadv_jax.contrib.serving.chat_request import ApiError, ChatRequest, parse_chat, parse_completion
+from calibadv_jax.contrib.serving.connections import bounded_protocol
 from calibadv_jax.contrib.serving.service import Service
+from calibadv_jax.core.secrets import redact
 
 T = TypeVar("T")
 
 MAX_BODY = 2**18  # bytes of a request's body
 MAX_HEAD = 2**16  # bytes of a request's head
 MAX_CONNECTIONS = 256
-CLIENT_SECONDS = 30.0  # time in which a client must send a request's head, and again its body
+QUEUED_CONNECTIONS = 64  # connections that are accepted at once, and that the system keeps until then
 ENDING_SECONDS = 3  # time in which replies are sent when the service ends
-ROUTES = "there are GET /, GET /health, GET /v1/models and POST /v1/chat/completions"
+ROUTES = (
+    "there are GET /, GET /health, GET /v1/models, GET /v1/models/MODEL, POST /v1/chat/completions and POST"
+    " /v1/completions"
+)
 FOLDER = Path(__file__).parent
 PAGE = "page.html"  # the file that is served at /
 # Files that are served by their names. The last two belong to the trajectory page.
@@ -94,15 +100,21 @@ async def _body(request: Request) -> bytes:
     if content_type.strip().lower() != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
     body = bytearray()
-    close = {"Connection": "close"}
+    num_bytes = 0
+    seconds = connections.CLIENT_SECONDS
     try:
-        async with asyncio.timeout(CLIENT_SECONDS):
+        async with asyncio.timeout(seconds):
+            # A body that is too large is read to its end: many clients read a reply only after it.
             async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise ApiError(413, f"the body is larger than {MAX_BODY} bytes", close)
+                num_bytes += len(part)
+                if num_bytes <= MAX_BODY:
+                    body += part
     except TimeoutError as error:
-        raise ApiError(408, f"the body took longer than {CLIENT_SECONDS:g} s", close) from error
+        raise ApiError(408, f"the body took longer than {seconds:g} s", {"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client has left") from error
+    if num_bytes > MAX_BODY:
+        raise ApiError(413, f"the body has {num_bytes} bytes, but at most {MAX_BODY} are taken")
     return bytes(body)
 
 
@@ -124,9 +136,9 @@ def make_app(service: Service) -> Starlette:
     """Return the app with all routes, without its guard."""
     contents = {path.name: path.read_bytes() for path in FILES}
 
-    async def chat(http: Request) -> Response:
-        request = parse(await _body(http), service.model)
-        reply = ChatReply(request, service.rollouts.context.grammar)
+    async def reply_to(http: Request, request: ChatRequest, kind: type[ChatReply]) -> Response:
+        request = service.fitted(request)
+        reply = kind(request, service.rollouts.context.grammar)
         turns = service.answer(request)
         if not request.stream:
             return JSONResponse(await _while_connected(http, reply.whole(turns)))
@@ -138,13 +150,37 @@ def make_app(service: Service) -> Starlette:
             background=BackgroundTask(turns.aclose),  # a client may have left in the middle
         )
 
+    async def chat(http: Request) -> Response:
+        request = parse_chat(await _body(http), service.model)
+        return await reply_to(http, request, ChatReply)
+
+    async def complete(http: Request) -> Response:
+        request = parse_completion(await _body(http), service.model)
+        return await reply_to(http, request, CompletionReply)
+
     async def health(_: Request) -> Response:
-        num_questions = len(service.attempts)
-        return JSONResponse({"status": "ready", "model": service.model, "questions": num_questions})
+        state: dict[str, Any] = {
+            "status": "ready",
+            "model": service.model,
+            "questions": len(service.attempts),
+        }
+        fault = await service.retriever_fault() if service.retriever_fault else ""
+        if fault:
+            state |= {"status": "the retriever does not answer", "retriever": redact(fault)}
+        return JSONResponse(state, 503 if fault else 200)
+
+    entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "calibadv"}
 
     async def models(_: Request) -> Response:
-        entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "calibadv"}
         return JSONResponse({"object": "list", "data": [entry]})
+
+    async def examples(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(service.examples)})
+
+    async def model(http: Request) -> Response:
+        if http.path_params["model"] != service.model:
+            raise ApiError(404, f"model: there is {service.model!r} only")
+        return JSONResponse(entry)
 
     async def show(http: Request) -> Response:
         name = http.url.path.removeprefix("/") or PAGE
@@ -153,35 +189,16 @@ def make_app(service: Service) -> Starlette:
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/examples", examples),
         Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
         Route("/health", health),
     ]
     for name in contents:
         address = "/" if name == PAGE else f"/{name}"
         routes.append(Route(address, show))
     return Starlette(routes=routes, exception_handlers={HTTPException: _reply_to_error})
-
-
-class Bounded(H11Protocol):
-    """uvicorn's HTTP protocol, with a limit on the time of a request's head."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Start the time limit of the first request."""
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        """Stop the time limit when a request's head is complete; start it with the next request."""
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._deadline.cancel()
-        elif self._deadline.cancelled():  # the first part of the next request
-            self._deadline = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the time limit."""
-        self._deadline.cancel()
-        super().connection_lost(exc)
 
 
 @contextmanager
@@ -198,13 +215,13 @@ def serving(service: Service, listener: socket.socket, token: str) -> Iterator[F
     """
     config = uvicorn.Config(
         guarded(make_app(service), token),
-        http=Bounded,
+        http=bounded_protocol(MAX_CONNECTIONS),
+        backlog=QUEUED_CONNECTIONS,
         ws="none",
         lifespan="off",
         log_config=None,  # warnings go to standard error
         access_log=False,
         headers=list(guard_headers().items()),
-        limit_concurrency=MAX_CONNECTIONS,
         h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=ENDING_SECONDS,
     )

@@ -1,4 +1,4 @@
-"""Requests and replies of OpenAI's chat completions, for one question and its trajectory."""
+"""Replies of OpenAI's chat completions and completions, for one question and its trajectory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any, Literal
-
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from typing import Any
 
 from calibadv_jax.contrib.cli import ask
+from calibadv_jax.contrib.serving.chat_request import ApiError, ChatRequest
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import Grammar, to_printable_line
@@ -25,112 +22,24 @@ Progress = Moment | Trajectory  # the moments of a question, and at the end its 
 SHOWN = 200  # characters of a document within the reasoning
 
 
-class ApiError(HTTPException):
-    """A refusal or failure, as clients of OpenAI read it."""
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON of the reply."""
-        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
-        return {"error": {"message": self.detail, "type": kind}}
-
-    def response(self) -> Response:
-        """Return the reply."""
-        return JSONResponse(self.body, self.status_code, self.headers)
-
-
-class TextPart(BaseModel):
-    """Text as a part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """A message of a request."""
-
-    role: str
-    content: str | list[TextPart]
-
-
-class ChatRequest(BaseModel):
-    """A request; fields that are not listed here have no effect."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    # Largest number of tokens of each turn.
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
-    # Of these fields only the values are allowed that ask for one answer as plain text.
-    n: Literal[1] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
-
-    @property
-    def question(self) -> str:
-        """The text of the user's message."""
-        content = next(message.content for message in self.messages if message.role == "user")
-        if isinstance(content, str):
-            return content.strip()
-        return "\n".join(part.text for part in content).strip()
-
-    @property
-    def ignored(self) -> list[str]:
-        """Messages and fields without effect: the policy reads the prompt that it was trained with."""
-        ignored = [f"{message.role} message" for message in self.messages if message.role != "user"]
-        for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                ignored.append(to_printable_line(name))
-        return ignored
-
-
-def parse(body: bytes, model: str) -> ChatRequest:
-    """Return the request of a body.
-
-    Args:
-        body: JSON.
-        model: name of the model that is served.
-
-    Raises:
-        ApiError: the body is not valid, names another model, or asks for more than one question and its
-            answer.
-    """
-    try:
-        request = ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "body"
-        raise ApiError(400, to_printable_line(f"{place}: {first['msg']}")) from error
-    if request.model != model:
-        raise ApiError(404, f"model: there is {model!r} only")
-    roles = [message.role for message in request.messages]
-    if roles.count("user") != 1 or not set(roles) <= {"user", "system", "developer"}:
-        raise ApiError(
-            400,
-            "messages: one question gives one trajectory; send one user message with the question, and no"
-            " history",
-        )
-    if not to_printable_line(request.question):
-        raise ApiError(400, "messages: the question is empty")
-    return request
-
-
 class ChatReply:
-    """The reply to one request, whole or in chunks. Texts hold no protocol tags and no control characters."""
+    """The reply to one request, whole or in chunks. Texts hold no protocol tags and no control characters.
+
+    Attributes:
+        id_prefix: how ids of replies begin.
+        kind: the field "object" of a whole reply.
+        chunk_kind: the field "object" of a chunk.
+    """
+
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, grammar: Grammar):
         self._request = request
-        self._grammar = grammar
+        self._neutraliser = Neutraliser(grammar)
         self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": request.model,
         }
@@ -143,20 +52,23 @@ class ChatReply:
                 trajectory = item
             else:
                 reasoning += _reasoning(self._part(*item))
-        message = {"role": "assistant", "reasoning_content": reasoning.strip()}
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": [self._choice(trajectory, reasoning.strip())],
+            "usage": _usage(trajectory),
+            "calibadv": self._sources(trajectory),
+        }
+
+    def _choice(self, trajectory: Trajectory, reasoning: str) -> dict[str, Any]:
+        """Return the only choice of a whole reply."""
+        message = {"role": "assistant", "reasoning_content": reasoning}
         message.update(self._content(trajectory))
-        choice = {
+        return {
             "index": 0,
             "message": message,
             "logprobs": None,
             "finish_reason": _finish_reason(trajectory),
-        }
-        return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [choice],
-            "usage": _usage(trajectory),
-            "calibadv": self._sources(trajectory),
         }
 
     async def events(self, first: Progress, following: AsyncIterator[Progress]) -> AsyncIterator[str]:
@@ -174,7 +86,7 @@ class ChatReply:
         trajectory = item
         yield _event(self._chunk(self._content(trajectory)))
         yield _event(self._chunk({}, _finish_reason(trajectory), calibadv=self._sources(trajectory)))
-        if (self._request.stream_options or {}).get("include_usage"):
+        if self._request.has_usage:
             usage = self._chunk({})
             usage["choices"] = []
             usage["usage"] = _usage(trajectory)
@@ -182,7 +94,7 @@ class ChatReply:
         yield "data: [DONE]\n\n"
 
     def _shown(self, text: str) -> str:
-        return to_printable_line(Neutraliser(self._grammar).neutralise(text))
+        return to_printable_line(self._neutraliser.neutralise(text))
 
     def _document(self, document: Document) -> dict[str, str]:
         return {
@@ -210,16 +122,24 @@ class ChatReply:
         self, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any
     ) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **more}
+        return {**self._head, "object": self.chunk_kind, "choices": [choice], **more}
 
     def _content(self, trajectory: Trajectory) -> dict[str, Any]:
         """Return the answer; or, where there is none, why."""
         if trajectory.answer is not None:
             return {"content": self._shown(trajectory.answer), "refusal": None}
-        return {"content": "", "refusal": self._shown(answer_line(trajectory))}
+        last = trajectory.turns[-1]
+        limit = self._request.max_tokens
+        reason = answer_line(trajectory)
+        if last.stop_reason == "length" and limit is not None and len(last.token_ids) >= limit:
+            reason = (
+                f"no answer: its last turn was cut at {self._request.length_field}={limit} of the request:"
+                " raise it, or leave it out"
+            )
+        return {"content": "", "refusal": self._shown(reason)}
 
     def _sources(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the documents that were read, each once, with the duration and `ignored`."""
+        """Return the documents that were read, each once, with the question, the duration and `ignored`."""
         answers = [trajectory.answer or ""]
         read: dict[tuple[str, str], Document] = {}
         for turn in trajectory.turns:
@@ -230,7 +150,36 @@ class ChatReply:
             shown = self._document(document)
             text = f"{shown['title']} {shown['text']}"
             documents.append({**shown, "holds_answer": holds_answer(text, answers)})
-        return {"documents": documents, "seconds": trajectory.seconds, "ignored": self._request.ignored}
+        return {
+            "documents": documents,
+            "question": self._shown(trajectory.question.text),
+            "seconds": trajectory.seconds,
+            "ignored": list(self._request.ignored),
+        }
+
+
+class CompletionReply(ChatReply):
+    """The reply to a request of POST /v1/completions, whose answer is a choice's text."""
+
+    id_prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def _choice(self, trajectory: Trajectory, reasoning: str) -> dict[str, Any]:
+        return self._text_choice(self._content(trajectory), _finish_reason(trajectory))
+
+    def _chunk(
+        self, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        choice = self._text_choice(delta, finish_reason)
+        return {**self._head, "object": self.chunk_kind, "choices": [choice], **more}
+
+    def _text_choice(self, message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        """Return a choice with the text of a message; `refusal` says why an answer is missing."""
+        choice = {"index": 0, "text": message.get("content", ""), "logprobs": None}
+        if message.get("refusal"):
+            choice["refusal"] = message["refusal"]
+        return choice | {"finish_reason": finish_reason}
 
 
 def _reasoning(part: Mapping[str, Any]) -> str:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from calibadv_jax.contrib.cli import ask
-from calibadv_jax.contrib.serving.chat import ApiError, ChatRequest, Moment, Progress
+from calibadv_jax.contrib.serving.chat import Moment, Progress
+from calibadv_jax.contrib.serving.chat_request import ApiError, ChatRequest
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.secrets import redact
-from calibadv_jax.core.trajectory import Trajectory, Turn
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.rollout.runner import Rollouts
 
 RETRY_LATER = {"Retry-After": "2"}  # header of a failure that may pass; seconds
@@ -31,6 +33,9 @@ class Service:
     slots: int
     queue: int
     seconds: float  # time limit of one question, without its waiting
+    # Returns why the retriever does not answer, or ""; None: there is none to ask.
+    retriever_fault: Callable[[], Awaitable[str]] | None = None
+    examples: Sequence[str] = ()  # questions that the page offers
     # Tasks of the questions that wait or are answered.
     attempts: set[asyncio.Task[Trajectory]] = field(default_factory=set, init=False)
     _free: asyncio.Semaphore = field(init=False)
@@ -38,6 +43,31 @@ class Service:
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.slots)
+
+    def fitted(self, request: ChatRequest) -> ChatRequest:
+        """Return a request with as many of its newest earlier messages as the prompt has room for."""
+        context = self.rollouts.context
+        num_earlier = len(request.earlier)
+        while num_earlier:
+            question = Question("serve", request.text(num_earlier), (), "ask")
+            try:
+                open_prompt(
+                    question,
+                    context.tokenizer,
+                    context.prompt,
+                    context.rollout.max_prompt_length,
+                    context.actions,
+                    context.neutraliser,
+                )
+                break
+            except UserError:
+                num_earlier -= 1
+        num_left_out = len(request.earlier) - num_earlier
+        return replace(
+            request,
+            earlier=request.earlier[num_left_out:],
+            ignored=[*request.ignored, *["earlier message"] * num_left_out],
+        )
 
     async def answer(self, request: ChatRequest) -> AsyncGenerator[Progress]:
         """Yield each turn and observation, then the finished trajectory.
@@ -90,7 +120,13 @@ class Service:
 
         async with self._free:
             return await ask.run_question(
-                self.rollouts, "serve", request.question, watch, rollout, request.seed, session
+                self.rollouts,
+                "serve",
+                request.text(len(request.earlier)),
+                watch,
+                rollout,
+                request.seed,
+                session,
             )
 
     def _finished(self, task: asyncio.Task[Trajectory], has_turn: bool) -> Trajectory:

@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from unittest.mock import Mock
 
 import pytest
@@ -201,6 +202,10 @@ def test_invalid_options_are_named(tmp_path, corpus):
         changed = options_for(tmp_path, **options)
         refuses(message, build_index, corpus, tmp_path / "i", changed, progress=False)
     for more, message in (
+        (["--mmap"], "--mmap: has no meaning for .*; leave it out"),
+        (["--faiss_gpu"], "--faiss_gpu: has no meaning"),
+        (["--engine", "jax"], "--engine: has no meaning"),
+        (["--skip_checksum"], "--skip_checksum: has no meaning"),
         (["--corpus_path", "x"], "--corpus_path: has no meaning for .*; leave it out"),
         (["--web_budget", "3"], "--web_budget: has no meaning for .*; leave it out"),
         (["--search", "hnsw_ef=64"], "--search: only a build takes it; leave it out"),
@@ -215,3 +220,13 @@ def test_search_parameters_are_parsed():
     params = search_params("hnsw_ef=128,exact=false,rescore=true,oversampling=2.5")
     expected = {"hnsw_ef": 128, "exact": False, "quantization": {"rescore": True, "oversampling": 2.5}}
     assert params.model_dump(exclude_unset=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("proxy", "words"), [("socks5://h:1", "pip install 'httpx"), ("socks://h:1", "scheme")]
+)
+def test_unusable_proxy_is_named_without_its_value(monkeypatch, proxy, words):
+    if "socks5" in proxy and find_spec("socksio"):
+        pytest.skip("SOCKS proxies are usable here")
+    monkeypatch.setenv("ALL_PROXY", proxy.replace("h:1", "me:secret@h:1"))
+    refuses(f"^ALL_PROXY: the proxy cannot be used .*{words}", qdrant.connect, None, "http://127.0.0.1:1")

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from retriever_rig import refuses, write_rows
 
-from retriever.corpus import layouts, offsets, passages, prepare
+from retriever.corpus import containers, layouts, offsets, passages, prepare
 from retriever.corpus import rows as corpus_rows
 from retriever.corpus.offsets import HEADER, cache_file, load_offsets, save_offsets, scan
 from retriever.corpus.pages import Pages
@@ -164,7 +164,7 @@ def test_gzip_and_plain_corpora_are_the_same(tmp_path):
     packed = table_of(tmp_path, "c.jsonl", path.read_bytes(), True)
     assert load_corpus(packed).sha256 == load_corpus(path).sha256
     packed.write_bytes(packed.read_bytes()[:-20])
-    refuses("broken file", load_corpus, packed)
+    refuses("broken gzip file", load_corpus, packed)
     path.write_text("")
     refuses("no passages", load_corpus, path)
     for read, message in ((load_corpus, "no such corpus"), (Pages, "no such file of pages")):
@@ -217,7 +217,7 @@ def test_large_table_or_gz_is_refused(tmp_path, monkeypatch):
     assert (len(load_corpus(table)), len(load_corpus(packed))) == (2, 1)
     monkeypatch.setattr(passages, "GZIP_LIMIT", 30)
     refuses(r"more than 30 bytes.*prepare_corpus .*c.tsv --output", load_corpus, table)
-    refuses(r"more than 30 bytes; unpack it \(gunzip -k .*c.jsonl.gz\)", load_corpus, packed)
+    refuses(r"c.jsonl.gz: more than 30 bytes; unpack it", load_corpus, packed)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 50))
@@ -387,7 +387,7 @@ def test_row_of_every_layout_is_converted(tmp_path, content, expected):
 
 
 def test_parquet_is_read_in_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "BATCH", 2)
+    monkeypatch.setattr(containers, "BATCH_ROWS", 2)
     rows = [{"_id": n, "title": f"T{n}", "text": f"x{n}", "vector": [0.5] * 3} for n in range(5)]
     results = converted(tmp_path, parquet(tmp_path / "p", *rows).read_bytes())
     assert results == [{"id": str(n), "contents": f'"T{n}"\nx{n}'} for n in range(5)]
@@ -457,8 +457,8 @@ def test_numbers_replace_missing_or_repeated_ids(tmp_path, monkeypatch):
         (b'id\ttext\n1\t"x\n2\ty\n3\t"z" z\n', "input: not a csv or tsv .line 4: a cell holds rows"),
         (b"id,text\n,x\n", "input:2: no id; --number_ids"),
         (b'{"id": 1, "text": "\xff"}\n', "input: not valid UTF-8"),
-        (b"\x1f\x8bnope", "input: broken file"),
-        (b"PAR1nope", "input: broken file"),
+        (b"\x1f\x8bnope", "input: broken gzip file"),
+        (b"PAR1nope", "input: broken parquet file"),
         (b"", "no passage is left of 0"),
         (lines({"id": 1, "text": " "}), "no passage is left of 1"),
     ],
@@ -515,3 +515,78 @@ def test_real_passages_survive_every_layout(shared, tmp_path):
     table = parquet(tmp_path / "p", *objects).read_bytes()
     for content in (lines(*objects), table, tsv.encode()):
         assert converted(tmp_path, content) == rows
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"pid": "P1", "docid": "D1", "passage": "One."}, "P1"),  # MS MARCO v2
+        ({"doc_id": "D1", "chunk_id": "C1", "text": "One."}, "C1"),
+        ({"document_id": "D1", "passage_id": "C1", "text": "One."}, "C1"),
+        ({"docno": "N1", "docid": "D1", "text": "One."}, "N1"),
+        ({"docid": "D1", "id": 1.0, "text": "One."}, "1"),
+        ({"docid": "D1", "id": float("nan"), "text": "One."}, "D1"),
+        ({"ID": "x", "Text": "One."}, "x"),
+        ({"text": "One.", "metadata": {"id": "x"}}, "x"),
+    ],
+)
+def test_id_of_passage_wins_over_that_of_its_document(row, expected):
+    assert layouts.to_passage(row, "f:1").id == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"wikipedia_title": "Old Mill", "text": ["Old Mill\n", "Built in 1702.\n"]},  # KILT
+        {"name": "Old Mill", "text": "Built in 1702."},
+        {"headline": "Old Mill", "body": "Built in 1702."},
+        {"doc_title": "Old Mill", "segment": "Built in 1702."},
+        {"Title": "Old Mill", "Text": "Built in 1702."},
+        {"title": "", "page_title": None, "wiki_title": "Old Mill", "text": "Built in 1702."},
+        {"page_content": "Built in 1702.", "metadata": {"title": "Old Mill", "source": "x"}},  # LangChain
+        {"content": "Built in 1702.", "meta": {"name": "Old Mill"}},  # Haystack
+        {"_source": {"title": "Old Mill", "text": "Built in 1702."}},  # Elasticsearch
+        {"text": "Built in 1702.", "metadata": '{"title": "Old Mill"}'},
+        {"title": "Old Mill", "abstract": "Built in 1702."},
+        {"title": "Old Mill", "text": None, "contents": None, "body": "Built in 1702."},
+    ],
+)
+def test_title_is_read_under_its_usual_keys(row):
+    assert layouts.to_passage({"id": "1"} | row, "f:1").contents == '"Old Mill"\nBuilt in 1702.'
+
+
+def test_number_may_be_a_title():
+    assert (
+        layouts.to_passage({"id": 1, "title": 1984, "text": "A novel."}, "f:1").contents == '"1984"\nA novel.'
+    )
+
+
+@pytest.mark.parametrize("text", [None, "", float("nan"), [], " "])
+def test_passage_without_text_is_left_out(tmp_path, text):
+    rows = {"id": "1", "title": "A", "text": text}, {"id": "2", "title": "B", "text": "Some."}
+    (tmp_path / "c.jsonl").write_bytes(lines(*rows))
+    counts = prepare_corpus([str(tmp_path / "c.jsonl")], tmp_path / "out.jsonl", progress=False)
+    assert (counts.written, counts.untitled, dict(counts.dropped)) == (1, 0, {"no text": 1})
+
+
+def test_passages_without_titles_are_announced_and_keys_can_be_named(tmp_path, capsys):
+    row = {"nr": "1", "label": "Old Mill", "words": "Built in 1702."}
+    (tmp_path / "c.jsonl").write_bytes(lines(row))
+    command = [str(tmp_path / "c.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--id", "nr"]
+    assert main([*command, "--text", "words"]) == 0
+    assert "warning: 1 of 1 passages have no title; if a key holds" in capsys.readouterr().err
+    assert main([*command, "--text", "words", "--title", "label"]) == 0
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / "out.jsonl").read_text())["contents"] == '"Old Mill"\nBuilt in 1702.'
+    assert main([*command, "--text", "none"]) == 2
+    assert (
+        "c.jsonl:1: no key 'none': the keys are nr, label, words; correct --text" in capsys.readouterr().err
+    )
+    assert main(command) == 2
+    assert "name it (python -m retriever.prepare_corpus --text KEY)" in capsys.readouterr().err
+
+
+def test_service_says_that_its_corpus_has_no_titles(tmp_path, capsys):
+    (tmp_path / "c.csv").write_text("id,text\n1,Built in 1702.\n")
+    assert len(load_corpus(tmp_path / "c.csv", progress=False)) == 1
+    assert "c.csv: no passage has a title" in capsys.readouterr().err

@@ -1,5 +1,8 @@
 """Floods against the running service; benchmarks/retrieval/flood.py has the full sizes."""
 
+import resource
+import subprocess
+
 import pytest
 
 from benchmarks.retrieval.flood import TOKEN, bodies, idle, service, slow, watch
@@ -35,3 +38,22 @@ def test_service_answers_and_keeps_its_memory(running, request, flood, growth):
     assert outcome.answers >= 2
     assert outcome.longest < 10, outcome
     assert outcome.peak - outcome.before < growth, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_flood_does_not_take_all_files(files, monkeypatch, capfd):
+    """The loop accepted connections faster than it closed those that they replaced."""
+    limit = 700
+    start = subprocess.Popen
+
+    def with_few_files(*arguments, **options):
+        few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # noqa: E731
+        return start(*arguments, preexec_fn=few, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", with_few_files)
+    with service(*files) as (address, pid):
+        monkeypatch.undo()
+        outcome = watch("idle", address, pid, lambda: idle(address, 1800, 2.0))
+    assert outcome.answers >= 2
+    assert capfd.readouterr().err == ""

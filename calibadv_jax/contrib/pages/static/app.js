@@ -1,6 +1,7 @@
 // The trajectory page: filters, list, group, keyboard.
 import { showGroup, showNothing, focusTrajectory, legend } from "./detail.js";
-import { find, make } from "./dom.js";
+import { find, make, plain } from "./dom.js";
+import { QUESTION_SHOWS, filterQuestions, readQuestions, showOverview, showQuestion } from "./evaluation.js";
 import { neighbour, scrollToChosen, setUpList, showList } from "./list.js";
 import { SHOWS, SORTS, countShows, filter, readIndex, stepMeans } from "./records.js";
 import { readState, writeState } from "./state.js";
@@ -8,17 +9,22 @@ import { termId, termList } from "./terms.js";
 import { setUpTip } from "./tip.js";
 
 let groups = [];
+let evaluation = { names: [], questions: [] }; // of data/evaluations.json
 let listed = []; // groups that pass the filters, each with its matching trajectories
 let state = readState();
 let advantage = {};
-let run = { name: "", planned: 0, newest: 0, trouble: "" }; // its last two folders; steps to train; newest kept step; why it is not followed
+// Its last two folders; steps to train; newest kept step; group and trajectory to open of it; names of its evaluations; why it is
+// not followed.
+let run = { name: "", planned: 0, newest: 0, instructive: {}, evaluations: [], trouble: "" };
 let version = null; // of the index, as the server names it; null: its server names none
 
 const LOOK = 2000; // milliseconds between two looks for new steps
 
-const FILTERS = ["text", "show", "source", "sort", "from", "to"];
-const NO_FILTERS = { text: "", show: "", source: "", sort: "", from: null, to: null, follow: "", run: "", unreadable: [] };
+const FILTERS = ["text", "show", "source", "temperature", "sort", "from", "to"];
+const NO_FILTERS = { text: "", show: "", source: "", temperature: "", sort: "", from: null, to: null, follow: "", run: "", unreadable: [] };
 
+const isEvaluation = () => state.view === "evaluation";
+const questionHere = () => evaluation.questions[state.question ?? -1];
 const groupHere = () => groups.find((one) => one.step === state.step && one.group === state.group);
 
 async function request(address, options = {}) {
@@ -42,7 +48,8 @@ async function loadIndex() {
   version = answer.headers.get("ETag");
   groups = readIndex(index);
   advantage = index.advantage;
-  run = { name: index.name, planned: index.planned, newest: index.steps.at(-1)?.step ?? 0, trouble: "" };
+  const { step = 0, instructive = {} } = index.steps.at(-1) ?? {};
+  run = { name: index.name, planned: index.planned, newest: step, instructive, evaluations: index.evaluations, trouble: "" };
   return true;
 }
 
@@ -51,14 +58,26 @@ function fail(error) {
 }
 
 function fillSources() {
-  const sources = ["", ...new Set(groups.map((group) => group.source))].sort();
-  if (find("source").options.length === sources.length) return; // a list that is open stays open
-  find("source").replaceChildren(...sources.map((value) => make("option", { value }, value || "all")));
-  find("source").value = state.source;
+  const entries = isEvaluation() ? evaluation.questions : groups;
+  fillChoices("source", entries.map((entry) => entry.source));
+  fillChoices("temperature", evaluation.questions.map((question) => question.temperature));
+}
+
+function fillChoices(name, values) {
+  const choices = ["", ...new Set(values)].sort();
+  const present = [...find(name).options].map((option) => option.value);
+  if (present.join("\n") === choices.join("\n")) return; // a list that is open stays open
+  find(name).replaceChildren(...choices.map((value) => make("option", { value }, value || "all")));
+  find(name).value = state[name];
+}
+
+function fillShows() {
+  const shows = isEvaluation() ? QUESTION_SHOWS : SHOWS;
+  find("show").replaceChildren(...Object.entries(shows).map(([value, [label]]) => make("option", { value }, label)));
+  find("show").value = state.show;
 }
 
 function setUpFilters() {
-  find("show").replaceChildren(...Object.entries(SHOWS).map(([value, [label]]) => make("option", { value }, label)));
   find("sort").replaceChildren(...Object.entries(SORTS).map(([value, [label]]) => make("option", { value }, label)));
   for (const name of FILTERS) {
     find(name).addEventListener("input", () => {
@@ -73,8 +92,33 @@ function setUpFilters() {
   find("reset").addEventListener("click", clearFilters);
 }
 
+function setUpViews() {
+  find("views").addEventListener("click", (event) => {
+    const view = event.target.closest("button")?.dataset.view;
+    if (view === undefined || view === state.view) return;
+    Object.assign(state, NO_FILTERS, { view, question: null, isAutomatic: false });
+    showView().then(() => {
+      if (isEvaluation()) state.temperature = evaluation.questions[0]?.temperature ?? "";
+      writeState(state, true);
+      showState();
+    }, fail);
+  });
+}
+
+// What belongs to the chosen view: its filters, and its choices.
+async function showView() {
+  find("views").hidden = run.evaluations.length === 0;
+  for (const button of find("views").children) button.setAttribute("aria-pressed", button.dataset.view === state.view);
+  document.body.classList.toggle("evaluation", isEvaluation());
+  if (isEvaluation() && evaluation.names.join("\n") !== run.evaluations.join("\n")) {
+    evaluation = readQuestions(await load("data/evaluations.json"));
+  }
+  fillShows();
+  fillSources();
+}
+
 function clearFilters() {
-  Object.assign(state, NO_FILTERS, !groupHere() && { step: null, group: null, trajectory: null });
+  Object.assign(state, NO_FILTERS, !groupHere() && { step: null, group: null, trajectory: null }, { isAutomatic: false });
   writeState(state, false);
   showState();
 }
@@ -84,9 +128,15 @@ function fillFilters() {
 }
 
 function showSteps() {
-  const bars = stepMeans(groups).map(({ step, mean }) => {
+  const means = stepMeans(groups);
+  const top = Math.max(1, ...means.map(({ mean }) => mean));
+  find("chart").hidden = means.length === 0;
+  find("scale-top").textContent = plain(top, 1);
+  find("first-step").textContent = `step ${means.at(0)?.step}`;
+  find("last-step").textContent = means.length > 1 ? `step ${means.at(-1).step}` : "";
+  const bars = means.map(({ step, mean }) => {
     const bar = make("i");
-    bar.style.height = `${Math.round(100 * Math.max(mean, 0.02))}%`;
+    bar.style.height = `${Math.round(100 * Math.max(mean / top, 0.02))}%`;
     return make(
       "button",
       { type: "button", class: "step", title: `step ${step}: mean score ${mean.toFixed(3)}`, "data-step": step, tabIndex: -1 },
@@ -110,9 +160,10 @@ function setUpSteps() {
 }
 
 function refresh() {
+  if (isEvaluation()) return refreshQuestions();
   const { found, number } = filter(groups, state);
   listed = found;
-  showList(found, state.step, state.group);
+  showList(found, ({ group }) => group.step === state.step && group.group === state.group);
   const trajectories = number === 1 ? "1 trajectory" : `${number} trajectories`;
   const newest = state.follow ? ` · step ${run.newest} of ${run.planned}` : "";
   find("count").textContent = `${trajectories} in ${found.length === 1 ? "1 group" : `${found.length} groups`}${newest}`;
@@ -122,6 +173,18 @@ function refresh() {
     const isInside = step >= (state.from ?? 0) && step <= (state.to ?? Infinity);
     bar.classList.toggle("outside", !isInside);
   }
+}
+
+function refreshQuestions() {
+  const { found, gained, lost } = filterQuestions(evaluation, state);
+  showList(found, ({ question }) => question.number === state.question);
+  const changes = evaluation.names.length > 1 ? ` · ${gained} gained, ${lost} lost` : "";
+  // At several temperatures every question has several answers.
+  const kind = state.temperature || find("temperature").options.length < 3 ? "question" : "answer";
+  find("count").textContent = `${found.length} ${kind}${found.length === 1 ? "" : "s"}${changes}`;
+  find("empty").hidden = found.length > 0;
+  find("empty").replaceChildren("No question passes the filters.");
+  find("notice").hidden = true;
 }
 
 // Why the list is empty, and what of the address leads nowhere.
@@ -157,16 +220,23 @@ function showTrouble(isEmpty) {
 
 // The list that follows a run has its newest step, or that of the open group, which stays where it is.
 function followRun() {
-  const step = groupHere()?.step ?? (run.newest || null);
+  const opened = state.isAutomatic ? undefined : groupHere();
+  const step = opened?.step ?? (run.newest || null);
   if (state.follow) Object.assign(state, { from: step, to: step });
 }
 
 async function showState() {
   followRun();
+  try {
+    await showView();
+  } catch (error) {
+    return fail(error);
+  }
   fillFilters();
   refresh();
-  const isOpen = groupHere() !== undefined;
+  const isOpen = (isEvaluation() ? questionHere() : groupHere()) !== undefined;
   document.body.classList.toggle("open", isOpen);
+  if (isEvaluation()) return isOpen ? showChosenQuestion() : showOverview(evaluation);
   if (!isOpen) return showNothing(advantage, countShows(groups), chooseShow, run);
   scrollToChosen();
   const { step, group } = state;
@@ -180,9 +250,28 @@ async function showState() {
   }
 }
 
+async function showChosenQuestion() {
+  scrollToChosen();
+  const { number } = questionHere();
+  try {
+    const answers = await load(`data/question_${number}.json`);
+    if (state.question === number) showQuestion(answers);
+  } catch (error) {
+    fail(error);
+  }
+}
+
+// An entry of the list.
+function choose(entry, trajectory = null) {
+  if (!entry) return;
+  if (entry.group) return chooseGroup(entry.group, trajectory);
+  state.question = entry.question.number;
+  writeState(state, true);
+  showState();
+}
+
 function chooseGroup(group, trajectory = null) {
-  if (!group) return;
-  Object.assign(state, { step: group.step, group: group.group, trajectory });
+  Object.assign(state, { step: group.step, group: group.group, trajectory, isAutomatic: false });
   writeState(state, true);
   showState();
 }
@@ -195,13 +284,13 @@ function chooseShow(show) {
 }
 
 function chooseTrajectory(index) {
-  state.trajectory = index;
+  Object.assign(state, { trajectory: index, isAutomatic: false });
   writeState(state, false);
   focusTrajectory(index);
 }
 
 function leaveGroup() {
-  Object.assign(state, { step: null, group: null, trajectory: null });
+  Object.assign(state, isEvaluation() ? { question: null } : { step: null, group: null, trajectory: null, isAutomatic: false });
   writeState(state, true);
   showState();
   find("list").focus({ preventScroll: true });
@@ -221,12 +310,12 @@ function moveTrajectory(by) {
 }
 
 const KEYS = {
-  j: () => chooseGroup(neighbour(1)),
-  k: () => chooseGroup(neighbour(-1)),
+  j: () => choose(neighbour(1)),
+  k: () => choose(neighbour(-1)),
   l: () => moveTrajectory(1),
   h: () => moveTrajectory(-1),
   "/": () => find("text").focus(),
-  "?": () => find("help").showModal(),
+  "?": () => showHelp(),
   Escape: () => leaveGroup(),
 };
 
@@ -234,17 +323,22 @@ const KEYS = {
 const LIST_KEYS = {
   ArrowDown: KEYS.j,
   ArrowUp: KEYS.k,
-  PageDown: () => chooseGroup(neighbour(10)),
-  PageUp: () => chooseGroup(neighbour(-10)),
-  Home: () => chooseGroup(neighbour(-Infinity)),
-  End: () => chooseGroup(neighbour(Infinity)),
+  PageDown: () => choose(neighbour(10)),
+  PageUp: () => choose(neighbour(-10)),
+  Home: () => choose(neighbour(-Infinity)),
+  End: () => choose(neighbour(Infinity)),
   ArrowRight: KEYS.l,
   ArrowLeft: KEYS.h,
   Enter: () => {
-    if (!document.body.classList.contains("open")) chooseGroup(neighbour(0));
+    if (!document.body.classList.contains("open")) choose(neighbour(0));
     find("detail").focus({ preventScroll: true });
   },
 };
+
+function showHelp() {
+  find("help").showModal();
+  find("help").scrollTop = 0; // the dialog has the focus, and begins at its top
+}
 
 function showTerm(name) {
   find("help").showModal();
@@ -288,6 +382,7 @@ async function look() {
   } catch (error) {
     run.trouble = error.message;
   }
+  if (isNew && !groupHere() && !isEvaluation() && groups.length && state.step === null && state.isAutomatic) openInstructive();
   if (isNew) {
     followRun();
     for (const name of ["from", "to"]) find(name).value = state[name] ?? "";
@@ -295,24 +390,39 @@ async function look() {
     showSteps();
   }
   if (isNew || run.trouble !== before) refresh();
-  const isIdle = !groupHere() && !find("detail").contains(document.activeElement);
+  find("views").hidden = run.evaluations.length === 0;
+  const isIdle = !isEvaluation() && !groupHere() && !find("detail").contains(document.activeElement);
   if (isNew && isIdle) showNothing(advantage, countShows(groups), chooseShow, run);
   if (run.newest < run.planned) setTimeout(look, LOOK);
 }
 
+// Opens what the newest step shows best. The group of a run in progress is not in the address, which follows the run.
+function openInstructive() {
+  Object.assign(state, { step: run.newest, ...run.instructive, isAutomatic: Boolean(state.follow) });
+  writeState(state, false);
+  showState();
+}
+
+// Where the address names nothing to show.
+function chooseStart() {
+  if (run.newest < run.planned) state.follow = "newest"; // the address says so: the page, loaded again, follows the run
+  Object.assign(state, { isAutomatic: Boolean(state.follow) });
+  if (groups.length) Object.assign(state, { step: run.newest, ...run.instructive });
+  else if (run.evaluations.length && !state.follow) state.view = "evaluation";
+  writeState(state, false);
+}
+
 async function start() {
   await loadIndex();
-  if (location.hash.length < 2 && run.newest < run.planned) {
-    state.follow = "newest"; // the address says so: the page, loaded again, follows the run
-    writeState(state, false);
-  }
+  const isBare = location.hash.length < 2 || location.hash === "#follow=newest";
+  if (isBare) chooseStart();
   find("name").textContent = run.name;
   document.title = `${run.name} · trajectories`;
   setUpFilters();
-  fillSources();
+  setUpViews();
   setUpSteps();
   showSteps();
-  setUpList(chooseGroup);
+  setUpList(choose);
   setUpKeys();
   setUpTip();
   // A change of the fragment fires this too: with "hashchange" beside it, a group would be drawn twice.

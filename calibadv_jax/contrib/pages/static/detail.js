@@ -79,7 +79,7 @@ export function focusTrajectory(index) {
 // The columns move, the heading of the group stays in view.
 function scrollSideways(card) {
   const columns = card.parentElement;
-  const scroller = columns.scrollWidth > columns.clientWidth ? columns : find("detail");
+  const scroller = getComputedStyle(columns).overflowX === "visible" ? find("detail") : columns; // on a phone
   const here = card.getBoundingClientRect();
   const seen = scroller.getBoundingClientRect();
   if (here.left < seen.left || here.right > seen.right) scroller.scrollLeft += here.left - seen.left - 14;
@@ -96,12 +96,14 @@ function heading(data) {
       make("button", { type: "button", class: "previous", title: "previous group (k)", "aria-label": "previous group" }, "↑"),
       make("button", { type: "button", class: "next", title: "next group (j)", "aria-label": "next group" }, "↓"),
       shadeChoice(data),
+      make("a", { class: "save", href: `page/step_${data.step}_group_${data.group}.html`, download: `step_${data.step}_group_${data.group}.html`,
+        title: "one HTML file of this group, to send to somebody" }, "save page"),
       make("button", { type: "button", class: "words", title: "words and keys (?)", "aria-label": "words and keys" }, "?"),
     ),
     make("h2", {}, data.question),
     make("p", { class: "golden" }, "accepted: ", make("b", {}, data.golden_answers.join(" | "))),
     silver.length > 0 && make("p", { class: "muted" }, term("silver document", "silver documents"), silverWords(silver, data)),
-    make("ul", { class: "why" }, data.why.map((text) => make("li", {}, text))),
+    make("details", { class: "why" }, make("summary", {}, data.brief), make("ul", {}, data.why.map((text) => make("li", {}, text)))),
     make("p", { class: "muted scales" }, scale()),
     make("details", { class: "prompt" }, make("summary", {}, "prompt"), make("pre", {}, data.prompt)),
   );
@@ -173,7 +175,9 @@ function turnBlock(turn, place, isJudged) {
       make("span", { class: "number" }, change),
     ),
     turn.flaw && make("p", { class: "flaw" }, `${FLAWS[turn.kind] ?? "Format"}: ${turn.flaw}.`),
-    turn.why && make("p", { class: "why" }, turn.why),
+    turn.why && (turn.brief
+      ? make("details", { class: "why" }, make("summary", {}, turn.brief), make("p", {}, turn.why))
+      : make("p", { class: "why" }, turn.why)),
     make("div", { class: "tokens" }, tokens(turn)),
     turn.observation.length > 0 && make("div", { class: "observation" }, turn.observation.map((part) => observed(part, turn))),
   );

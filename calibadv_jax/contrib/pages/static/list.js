@@ -1,6 +1,6 @@
 // The list of groups. Only what is visible is in the document, so that its length costs nothing.
 import { find, make, plain } from "./dom.js";
-import { FLAGS, outcome } from "./records.js";
+import { FLAGS, OUTCOMES, outcome } from "./records.js";
 
 const HEIGHT = 62; // pixels of an entry, as in style.css
 const MARGIN = 6; // entries beyond the visible ones
@@ -18,13 +18,14 @@ export function setUpList(onChoose) {
     const entry = event.target.closest(".entry");
     if (!entry) return;
     const chip = event.target.closest(".chip");
-    choose(found[Number(entry.dataset.place)].group, chip ? Number(chip.dataset.index) : null);
+    choose(found[Number(entry.dataset.place)], chip ? Number(chip.dataset.index) : null);
   });
 }
 
-export function showList(entries, step, group) {
+// Entries hold a `group` of trajectories, or a `question` of the evaluations.
+export function showList(entries, isChosen) {
   found = entries;
-  chosen = found.findIndex((one) => one.group.step === step && one.group.group === group);
+  chosen = found.findIndex(isChosen);
   find("spacer").style.height = `${found.length * HEIGHT}px`;
   draw();
 }
@@ -33,7 +34,7 @@ export function showList(entries, step, group) {
 export function neighbour(by) {
   if (!found.length) return null;
   const place = Math.min(Math.max(chosen + by, 0), found.length - 1);
-  return found[place].group;
+  return found[place];
 }
 
 export function scrollToChosen() {
@@ -57,28 +58,44 @@ function draw() {
 }
 
 function entry(place) {
-  const { group, matching, sorted } = found[place];
   const isChosen = place === chosen;
+  const { text, where, chips } = found[place].group ? groupParts(found[place]) : questionParts(found[place]);
   const element = make(
     "div",
     { class: isChosen ? "entry chosen" : "entry", role: "option", id: `entry${place}`, "aria-selected": isChosen, "data-place": place },
-    make("div", { class: "question", title: group.question }, group.question),
-    make(
-      "div",
-      { class: "facts" },
-      make("span", { class: "where" }, [`step ${group.step}`, sorted, group.source].filter(Boolean).join(" · ")),
-      make("span", { class: "chips" }, group.rows.slice(0, MOST_CHIPS).map((row) => chip(row, matching.has(row.index))),
-        group.rows.length > MOST_CHIPS && `+${group.rows.length - MOST_CHIPS}`),
-    ),
+    make("div", { class: "question", title: text }, text),
+    make("div", { class: "facts" }, make("span", { class: "where" }, where), make("span", { class: "chips" }, chips)),
   );
   element.style.top = `${place * HEIGHT}px`;
   return element;
 }
 
+function groupParts({ group, matching, sorted }) {
+  const chips = group.rows.slice(0, MOST_CHIPS).map((row) => chip(row, matching.has(row.index)));
+  if (group.rows.length > MOST_CHIPS) chips.push(`+${group.rows.length - MOST_CHIPS}`);
+  return { text: group.question, where: [`step ${group.step}`, sorted, group.source].filter(Boolean).join(" · "), chips };
+}
+
+function questionParts({ question, names }) {
+  const chips = question.results.map((result, place) => answerChip(result, names[place]));
+  return {
+    text: question.question,
+    where: `${question.source} · temperature ${question.temperature}`,
+    chips: chips.flatMap((chip, place) => (place ? ["→", chip] : [chip])),
+  };
+}
+
+// The mark of an answer in an evaluation; a question mark where it lacks the question.
+export function answerChip(result, name) {
+  const { sign, word } = OUTCOMES[result?.outcome] ?? { sign: "?", word: "not asked" };
+  const label = `${name}: ${word}${result?.f1 == null ? "" : `, F1 ${plain(result.f1)}`}`;
+  return make("span", { class: `chip matching ${result?.outcome ?? ""}`, title: label, "aria-label": label }, sign);
+}
+
 function chip(row, isMatching) {
   const { sign, word, name } = outcome(row.flags, row.score);
   const softened = (row.flags & FLAGS.softened) !== 0;
-  const said = `trajectory ${row.index}: ${word}, score ${plain(row.score)}${softened ? ", softened turn" : ""}`;
+  const label = `trajectory ${row.index}: ${word}, score ${plain(row.score)}${softened ? ", softened turn" : ""}`;
   const kind = `chip ${name}${isMatching ? " matching" : ""}${softened ? " softened" : ""}`;
-  return make("span", { class: kind, title: said, "aria-label": said, "data-index": row.index }, sign);
+  return make("span", { class: kind, title: label, "aria-label": label, "data-index": row.index }, sign);
 }

@@ -2,7 +2,7 @@
 
 import { plain } from "./dom.js";
 
-// As calibadv_jax/pages/index.py writes them.
+// As calibadv_jax/contrib/pages/site.py writes them.
 export const FLAGS = {
   failed: 1, formatInvalid: 2, invalid: 4, unfinished: 8, wrong: 16, goodSearch: 32, softened: 64, repeated: 128,
 };
@@ -116,10 +116,17 @@ export function stepMeans(groups) {
 }
 
 // A sign and a word for how a trajectory ended; the sign is readable without colour.
+export const OUTCOMES = {
+  failed: { sign: "–", word: "failed", name: "failed" },
+  invalid: { sign: "!", word: "invalid format", name: "invalid" },
+  right: { sign: "✓", word: "right", name: "right" },
+  partly: { sign: "~", word: "partly right", name: "partly" },
+  wrong: { sign: "✗", word: "wrong", name: "wrong" },
+};
+
 export function outcome(flags, score) {
-  if (has(flags, FLAGS.failed)) return { sign: "–", word: "failed", name: "failed" };
-  if (has(flags, FLAGS.formatInvalid)) return { sign: "!", word: "invalid format", name: "invalid" };
-  if (!has(flags, FLAGS.wrong)) return { sign: "✓", word: "right", name: "right" };
-  if (score > 0) return { sign: "~", word: "partly right", name: "partly" };
-  return { sign: "✗", word: "wrong", name: "wrong" };
+  if (has(flags, FLAGS.failed)) return OUTCOMES.failed;
+  if (has(flags, FLAGS.formatInvalid)) return OUTCOMES.invalid;
+  if (!has(flags, FLAGS.wrong)) return OUTCOMES.right;
+  return score > 0 ? OUTCOMES.partly : OUTCOMES.wrong;
 }

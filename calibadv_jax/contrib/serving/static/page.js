@@ -18,18 +18,46 @@ async function loadModel() {
   byId("model").textContent = model;
 }
 
+/** Offer questions until the first one is asked; without the token there are none yet. */
+async function loadExamples() {
+  const reply = await fetch("v1/examples", { headers: headers() });
+  if (!reply.ok || byId("attempts").childElementCount) return;
+  const { data } = await reply.json();
+  for (const question of data) {
+    const button = make("button", "", question);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      byId("question").value = question;
+      byId("form").requestSubmit();
+    });
+    byId("examples").querySelector("ul").append(make("li", "", button));
+  }
+  byId("examples").hidden = data.length === 0;
+}
+
 function documentElement(document, number = "") {
   const title = make("span", "title", number + document.title);
   const summary = make("summary", "", title, make("span", "excerpt", document.text));
   return make("details", "document", summary, make("p", "", document.text));
 }
 
+/** The turns of an attempt; they stand below its answer. */
+function traceOf(attempt) {
+  let trace = attempt.querySelector(".trace");
+  if (!trace) {
+    trace = make("div", "trace", make("p", "muted", "Thoughts and searches"));
+    attempt.append(trace);
+  }
+  return trace;
+}
+
 function showTurn(attempt, turn) {
-  if (turn.thought) attempt.append(make("p", "thought", turn.thought));
-  if (turn.query !== undefined) attempt.append(make("p", "query", make("span", "muted", `${turn.kind}: `), turn.query));
-  if (turn.text) attempt.append(make("p", "problem", `${turn.kind} turn: ${turn.text}`));
-  if (turn.words) attempt.append(make("p", turn.refused ? "problem" : "muted", turn.words));
-  (turn.documents || []).forEach((document, place) => attempt.append(documentElement(document, `[${place + 1}] `)));
+  const trace = traceOf(attempt);
+  if (turn.thought) trace.append(make("p", "thought", turn.thought));
+  if (turn.query !== undefined) trace.append(make("p", "query", make("span", "muted", `${turn.kind}: `), turn.query));
+  if (turn.text) trace.append(make("p", "problem", `${turn.kind} turn: ${turn.text}`));
+  if (turn.words) trace.append(make("p", turn.refused ? "problem" : "muted", turn.words));
+  (turn.documents || []).forEach((document, place) => trace.append(documentElement(document, `[${place + 1}] `)));
 }
 
 function showEnd(attempt, content, refusal, { documents, seconds }) {
@@ -43,8 +71,9 @@ function showEnd(attempt, content, refusal, { documents, seconds }) {
   } else if (content) {
     result.append(make("p", "muted", "No document: answered from memory"));
   }
-  attempt.append(result, make("p", "muted", `${seconds.toFixed(1)} s`));
-  result.scrollIntoView({ block: "nearest" });
+  result.append(make("p", "muted", `${seconds.toFixed(1)} s`));
+  attempt.querySelector("h2").after(result);
+  attempt.scrollIntoView({ block: "nearest" });
 }
 
 /** Yield the events of a stream of server-sent events. */
@@ -95,6 +124,7 @@ byId("form").addEventListener("submit", async (submitted) => {
   running = new AbortController();
   const attempt = make("section", "attempt", make("h2", "", question));
   byId("attempts").prepend(attempt);
+  byId("examples").hidden = true;
   byId("ask").hidden = true;
   byId("stop").hidden = false;
   byId("state").textContent = "The agent is working …";
@@ -117,4 +147,4 @@ byId("form").addEventListener("submit", async (submitted) => {
   byId("stop").hidden = true;
 });
 byId("stop").addEventListener("click", () => running && running.abort());
-loadModel().catch(() => { byId("state").textContent = "The service cannot be reached."; });
+loadModel().then(loadExamples).catch(() => { byId("state").textContent = "The service cannot be reached."; });
