@@ -23,6 +23,7 @@ POLL_SECONDS = 0.5  # between two checks whether a process is still missing
 CONNECT_SECONDS = 2.0  # longest attempt to connect to process 0
 GIVE_UP_FACTOR = 10  # a missing process is given up after this multiple of the timeout
 LONGEST_MESSAGE = 300  # bytes
+KEEPALIVE_SECONDS = 30  # between two probes of an idle connection, which networks between machines may drop
 
 _HELLO = re.compile(rb"calibadv (\d+) (\d+)\s*")  # number of the process that connects, number of processes
 _GO = b"go\n"
@@ -105,14 +106,17 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
             readable, _, _ = select.select([listener, *present, *greetings], [], [], POLL_SECONDS)
             missing = set(range(1, count)) - set(present.values())
             timer.check(_process_names(missing))
-            # A connected process only waits, so its connection is readable only if the process has ended.
+            # A connected process only waits, so its connection is readable only at its end. No process tries
+            # to connect again: at the other end the run has ended too, and a scheduler starts all of it.
             ended = [present[connection] for connection in readable if connection in present]
             if ended:
                 raise EnvironmentFailure(
-                    f"{_process_names(ended)} ended before all had started; start all processes again"
+                    f"{_process_names(ended)} ended, or lost the connection, before all had started; start all"
+                    " processes again"
                 )
             if listener in readable:
                 connection, _ = listener.accept()
+                _keep_alive(connection)
                 connection.setblocking(False)
                 stack.enter_context(connection)
                 greetings[connection] = b""
@@ -170,6 +174,7 @@ def _report_to_main(host: str, port: int, count: int, index: int, timer: _StartT
             break
         except OSError:  # process 0 has not started yet, or its name is not known yet
             time.sleep(POLL_SECONDS)
+    _keep_alive(connection)
     with connection, connection.makefile("rb") as lines, suppress(OSError):
         connection.sendall(b"calibadv %d %d\n" % (index, count))
         while not select.select([connection], [], [], POLL_SECONDS)[0]:
@@ -177,9 +182,17 @@ def _report_to_main(host: str, port: int, count: int, index: int, timer: _StartT
         if lines.readline(LONGEST_MESSAGE) == _GO:
             return
     raise EnvironmentFailure(
-        f"process 0 ({host}:{port}) ended before all had started; see its error, and start all processes"
-        " again"
+        f"process 0 ({host}:{port}) ended, or the connection was lost, before all had started; see its error,"
+        " and start all processes again"
     )
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system probe an idle connection, so that it is not dropped, or its loss is noticed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):  # macOS lacks the first one
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEPALIVE_SECONDS)
 
 
 def _process_names(indices: Iterable[int]) -> str:

@@ -222,7 +222,10 @@ ENDS = {  # of each process: its status, and the end of what it says
     "fault": [(75, f"process 1 (HOST) has ended: ValueError a fault; {AGAIN}"), (1, "ValueError: a fault")],
     "disk": [(75, "process 1 (HOST) has ended: OSError"), (75, "error: metrics.jsonl: No space left")],
     "first": [(2, "error: run.dir=x"), (2, "process 0 (HOST) has ended: run.dir=x")],
-    "signal": [(75, "error: process 1 ended before all had started"), (143, "stopped")],
+    "signal": [
+        (75, "error: process 1 ended, or lost the connection, before all had started"),
+        (143, "stopped"),
+    ],
     "kill": [(75, LOST), (-9, ""), (75, LOST)],
     "slurm": [(0, "1 of [(5, 0)]")],
     "undetected": [(75, "could not join the job's processes (auto)")],

@@ -65,7 +65,11 @@ FOREIGN = [b"GET / HTTP/1.1\n", b"calibadv\n", b"calibadv 1 3 3\n", b"calibadv o
 @pytest.mark.parametrize(
     ("texts", "error", "words"),
     [
-        ([b"calibadv 1 3\n"], EnvironmentFailure, "process 1 ended before all had started"),
+        (
+            [b"calibadv 1 3\n"],
+            EnvironmentFailure,
+            "process 1 ended, or lost the connection, before all had started",
+        ),
         ([b"calibadv 0 3\n"], UserError, "two processes are number 0"),  # as on another machine
         (FOREIGN, None, ""),  # left alone
     ],
@@ -128,15 +132,37 @@ def test_other_answer_than_go_is_the_end_of_process_0(answer):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             else:
                 connection.sendall(answer)
-        with pytest.raises(EnvironmentFailure, match="ended before all had started"):
+        with pytest.raises(
+            EnvironmentFailure, match="process 0 .* ended, or the connection was lost, before all had started"
+        ):
             other.result()
 
 
+def test_idle_connections_are_kept_alive(monkeypatch):
+    """Both ends: a process may wait for hours for the last one."""
+    kept, keep_alive = [], rendezvous._keep_alive
+
+    def note(connection):
+        keep_alive(connection)
+        is_kept = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        kept.append((bool(is_kept), connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)))
+
+    monkeypatch.setattr(rendezvous, "_keep_alive", note)
+    assert outcomes((0, 2), (1, 2)) == [([], None)] * 2
+    assert kept == [(True, 30)] * 2
+
+
 def test_process_0_that_ends_before_the_greeting_is_named(monkeypatch):
-    place, other = socket.socketpair()
+    server, place = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    place.connect(server.getsockname())
+    other, _ = server.accept()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()
+    server.close()
     monkeypatch.setattr(rendezvous.socket, "create_connection", lambda *_, **__: place)
-    with pytest.raises(EnvironmentFailure, match="ended before all had started"):
+    with pytest.raises(
+        EnvironmentFailure, match="process 0 .* ended, or the connection was lost, before all had started"
+    ):
         wait_for_processes("127.0.0.1:1", 3, 2, 10.0, print)
 
 
