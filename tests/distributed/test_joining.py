@@ -223,7 +223,7 @@ ENDS = {  # of each process: its status, and the end of what it says
     "disk": [(75, "process 1 (HOST) has ended: OSError"), (75, "error: metrics.jsonl: No space left")],
     "first": [(2, "error: run.dir=x"), (2, "process 0 (HOST) has ended: run.dir=x")],
     "signal": [
-        (75, "error: process 1 ended, or lost the connection, before all had started"),
+        (75, "error: process 1 ended, or lost the connection, before"),
         (143, "stopped"),
     ],
     "kill": [(75, LOST), (-9, ""), (75, LOST)],

@@ -34,7 +34,7 @@ FOUR = np.array([0.5, 0.3, 0.15, 0.05])
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k", "allowed"),
     [
-        # At temperature 2 the probabilities are 0.38, 0.29, 0.21 and 0.12; at 0.5 they are 0.68, 0.25, 0.06, 0.01.
+        # Probabilities at temperature 2: 0.38, 0.29, 0.21, 0.12; at temperature 0.5: 0.68, 0.25, 0.06, 0.01.
         (1.0, 0.7, 0, {0, 1}),
         (2.0, 0.7, 0, {0, 1, 2}),
         (2.0, 0.6, 0, {0, 1}),

