@@ -208,8 +208,8 @@ def test_trajectory_has_a_time_limit(byte_tokenizer):
     def delay(session, turn):
         return 3600.0 if session == "step4/2/0" and turn else 0.0
 
-    groups, errors = collect_failing(byte_tokenizer, GONE, delay=delay, time_limit=0.3)
-    assert errors[2][0] == "time: not finished within rollout.time_limit=0.3 s"
+    groups, errors = collect_failing(byte_tokenizer, GONE, delay=delay, time_limit=1.5)
+    assert errors[2][0] == "time: not finished within rollout.time_limit=1.5 s"
     assert len(groups[2].failed[0].turns) == 1
     assert [len(group.trajectories) for group in groups] == [3, 3, 2]
 
