@@ -111,8 +111,8 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
             ended = [present[connection] for connection in readable if connection in present]
             if ended:
                 raise EnvironmentFailure(
-                    f"{_process_names(ended)} ended, or lost the connection, before all had started; start all"
-                    " processes again"
+                    f"{_process_names(ended)} ended, or lost the connection, before all had started; start"
+                    " all processes again"
                 )
             if listener in readable:
                 connection, _ = listener.accept()

@@ -197,30 +197,37 @@ async def test_error_reaches_all_who_wait(sampler, monkeypatch, part):
     assert len((await sampled(0)).token_ids) == 3
 
 
-@pytest.mark.parametrize("program", ["_prefill", "_copy", "_decode"])
-async def test_device_error_after_the_cache_was_donated(policy, params, monkeypatch, program):
+@pytest.mark.parametrize(
+    ("program", "prompt"),
+    [("_prefill", [1, 2, 3, 5, 6, 7]), ("_copy", [1, 2, 3, 5]), ("_decode", [1, 2, 3, 5])],
+)
+def test_device_error_after_the_cache_was_donated(policy, params, monkeypatch, program, prompt):
     """Nothing of the lost cache is read again, though the sessions before it go on."""
     sampler, fresh = make_sampler(policy, params), make_sampler(policy, params)
     engine = sampler._engine
     first = SamplingParams(6, 0.0)
-    prompts = [[1, 2, 3, 4], [1, 2, 3, 5]]  # the second one copies columns of the first
-    continued = [*prompts[0], *(await sampler.generate(prompts[0], first, "a")).token_ids, 7, 7]
+    prompts = [[1, 2, 3, 4], prompt]  # the shorter one copies the columns of the first
 
     def fail(*arguments):
         for leaf in jax.tree.leaves(engine._cache):
             leaf.delete()  # as a program that has begun with it
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, program, fail)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-            await sampler.generate(prompts[1], first, "b")
-        await asyncio.gather(sampler._pump_task, return_exceptions=True)
-    for session, tokens in (("a", continued), ("b", prompts[1]), ("c", prompts[0])):
-        completion = await sampler.generate(tokens, first, session)
-        expected = await fresh.generate(tokens, first, session)
-        assert completion.token_ids == expected.token_ids
-        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)
+    async def run():
+        begun = await sampler.generate(prompts[0], first, "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, program, fail)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+                await sampler.generate(prompts[1], first, "b")
+            await asyncio.gather(sampler._pump_task, return_exceptions=True)
+        continued = [*prompts[0], *begun.token_ids, 7, 7]
+        for session, tokens in (("a", continued), ("b", prompts[1]), ("c", prompts[0])):
+            completion = await sampler.generate(tokens, first, session)
+            expected = await fresh.generate(tokens, first, session)
+            assert completion.token_ids == expected.token_ids
+            np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)
+
+    asyncio.run(run())
 
 
 async def test_ended_rows_return_while_others_are_decoded(sampler, monkeypatch):
