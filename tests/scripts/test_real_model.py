@@ -149,3 +149,12 @@ def test_digits_of_smollm_are_tokens_of_their_own():
     assert tokenizer.tokenize("b a12<|end|>") == ["b", "Ġa", "1", "2", "<|end|>"]
     assert tokenizer.eos_token_id == 0
     assert tokenizer.chat_template == metadata["tokenizer.chat_template"]
+
+
+def test_many_packages_are_named_by_the_first_and_the_last():
+    def named(count):
+        packages = tuple(f"part{number}==1" for number in range(1, count + 1))
+        return real_model.Source("owner/name", packages, ".bin", "", "weights").package_names
+
+    assert named(2) == "part1==1, part2==1"
+    assert named(22) == "part1==1 to part22==1"
