@@ -274,7 +274,6 @@ def test_mcp_program_that_ends_is_named(config, capsys, monkeypatch):
     assert "can't open file '/nowhere/server.py'" in line
 
 
-@pytest.mark.timeout(20)
 def test_retriever_without_health_or_results_is_described(config):
     with replying({"/retrieve": (200, {"result": [[]]})}) as url:
         lines = doctor.check_retriever(with_retriever(config, url))

@@ -322,6 +322,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
         "q3": [-1, 1, 0],
         "q4": [0.75, 0.75],
         "q5": [],  # all trajectories failed
+        "q6": [0.5, 0],  # as hard as allowed
     }.items():
         first.record_scores(name, scores)
     assert first.num_resting == 2
