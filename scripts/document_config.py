@@ -30,6 +30,8 @@ Of several files (`--config FILE --config OVERLAY`) the later one wins, key by k
 `base: OTHER.yaml` builds upon that one, relative to its own folder.
 `${section.key}` stands for another key's value, `${oc.env:NAME}` for that of an environment variable: a run
 keeps this reference and not the value. Unknown keys are refused.
+Values are YAML. Quote lists and mappings for the shell: `'sampler.urls=[http://a:8100, http://b:8100]'`,
+`'data.weights={nq: 1, hotpotqa: 3}'`; `null` is no value.
 """
 TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -142,7 +142,7 @@ def test_config_is_checked_before_imports(config_file):
 
     def run(*arguments):
         command = [sys.executable, "-c", program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
     bad = run("train", "--config", str(config_file), "learner.step=3")
     assert "did you mean 'learner.steps'?" in bad.stderr
@@ -177,7 +177,7 @@ def test_commands_help_and_version(argv, status, words, capsys):
 @pytest.mark.parametrize("program", [["calibadv_jax", "train"], ["calibadv_jax.train"]])
 def test_packages_are_programs(program):
     command = [sys.executable, "-m", *program, "--config", "nowhere.yaml"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("error: nowhere.yaml: no such config file")
 
@@ -185,7 +185,7 @@ def test_packages_are_programs(program):
 @pytest.mark.medium
 def test_command_without_a_config_is_run_by_the_package(tmp_path):
     command = [sys.executable, "-m", "calibadv_jax", "audit", str(tmp_path / "nowhere")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ran.returncode == 2
     assert ran.stderr.startswith("error: ") and ran.stderr.count("\n") == 1
     assert "nowhere" in ran.stderr
@@ -199,7 +199,7 @@ def test_reader_that_ends_early_is_no_defect(words):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "calibadv_jax", *words]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=250)
     os.close(writing)
     assert (done.returncode, done.stderr) == (cli.PIPE_CLOSED, "")
 
@@ -224,7 +224,7 @@ try:
 except SystemExit:
     import transformers
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0 and "PyTorch" not in ended.stderr
 
 

@@ -56,7 +56,8 @@ DATA = ["download the data far/questions (data.eval)"]
 EXPORT = ["write /elsewhere/hf (export.output)"]
 ASK = [*TOOLS, *RETRIEVER, *WORKERS]
 RUN = [*ASK, *REWARD, *MIRROR, *LINK, *EVALUATION, *DATA]
-ALL = [*RUN, *CREDIT, *EXPORT, "project 'far' (log.backends)"]
+DISTILLATION = ["download the model far/teacher (teacher.policy)"]
+ALL = [*RUN, *CREDIT, *EXPORT, *DISTILLATION, "project 'far' (log.backends)"]
 DEEDS = {
     **dict.fromkeys(("quickstart", "sft", "train", "doctor"), ALL),
     "evaluate": RUN,
@@ -87,7 +88,8 @@ REST = [
     "write /elsewhere/sft (sft.output)",
 ]
 REST += ["listen on 0.0.0.0:9464 (log.prometheus)"]
-EVERYTHING = [*INDEX, *WORKER, *JUDGE, *POLICY, *COLD_START, *ADAPTER, *REST]
+TEACHER = ["contact http://far-teacher (teacher.url)"]
+EVERYTHING = [*INDEX, *WORKER, *JUDGE, *TEACHER, *POLICY, *COLD_START, *ADAPTER, *REST]
 OTHER_DEEDS = {
     **dict.fromkeys(("quickstart", "sft", "train", "doctor"), EVERYTHING),
     "evaluate": [*INDEX, *WORKER, *JUDGE, *POLICY],
@@ -133,6 +135,7 @@ def hostile_values(url):
         "reward": {"answer": "given_reward:score"},
         "advantage": {"name": "given_advantage:estimate"},
         "loss": {"name": "given_loss:loss", "importance_cap": 2.0},
+        "teacher": {"policy": "far/teacher", "acts_on": "loss"},
         "sampler": {"name": "vllm", "worker_args": ["--trust-remote-code"]},
         "run": {"dir": "old", "mirror": "s3://far/run"},
         "evaluate": {"output": "/elsewhere/evaluation.json"},
@@ -154,6 +157,7 @@ def other_hostile_values():
         },
         "sampler": {"name": "vllm", "urls": ["http://far-worker:8000"]},
         "reward": {"answer": "judge", "judge": {"url": "http://far-judge", "model": "m"}},
+        "teacher": {"url": "http://far-teacher", "model": "m"},
         "distributed": {"coordinator_address": "far:1234", "num_processes": 2, "process_id": 0},
         "world": {"dir": "/elsewhere/world"},
         "sft": {

@@ -24,7 +24,7 @@ def test_client_that_leaves_is_not_reported(capfd):
             assert client.recv(1)
         threads = [thread for thread in threading.enumerate() if "process_request" in thread.name]
         for thread in threads:
-            thread.join(60)
+            thread.join()
     assert capfd.readouterr().err == ""
 
 

@@ -125,7 +125,7 @@ def pick(data):
 
 def reranked(url):
     """How many queries the service has reranked."""
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+    text = urllib.request.urlopen(f"{url}/metrics", timeout=250).read().decode()
     return float(re.search(r"^retriever_reranked_queries_total (\S+)", text, re.MULTILINE)[1])
 
 

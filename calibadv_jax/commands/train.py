@@ -21,6 +21,7 @@ from calibadv_jax.core.locking import locked_run
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Group, Question
+from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.distributed.joining import init_distributed
@@ -113,7 +114,8 @@ def _fetched_inputs(config: Config, process_group: ProcessGroup, mirror: Mirror 
     policy = config.policy
     inputs: AbstractContextManager[Any] = nullcontext()
     if mirror:
-        inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from)
+        teacher = config.teacher.policy if config.teacher.has_own_weights else ""
+        inputs = mirror.inputs(policy.path, policy.tokenizer, policy.lora.init_from, teacher)
     with ExitStack() as stack:
         process_group.run_on_main_and_broadcast("run.mirror", lambda: stack.enter_context(inputs))
         yield
@@ -171,6 +173,9 @@ def _prepare(
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         if _begins_with_weights(config):
             check_start(config, model)
+        if config.teacher.is_on:
+            asked = impatient(config) if faults else config
+            model = load_optional("teacher").check_teacher(asked, model)
     # Services come last. After a fault the start ends anyway, so they are asked once and not waited for.
     with faults.collected():
         for line in describe_choices(impatient(config) if faults else config):
@@ -242,6 +247,7 @@ def train(state: RunState, stop: Stop, num_overlong: int = 0) -> None:
                 groups = step.take_groups()
                 groups = step.probe(groups)
                 groups = step.score(groups)
+                groups = step.consult_teacher(groups)
                 advantages = step.assign_credit(groups, num_overlong)
                 # A signal waits until the trained step is also recorded and judged.
                 with stop.held():
@@ -373,6 +379,28 @@ class Step:
         with self._live("rewards", part="advantage"):
             rng = random_state(self.state.seed, self._steps_before, "reward")
             return score_groups(groups, self.config.reward, rng)
+
+    def consult_teacher(self, groups: list[Group]) -> list[Group]:
+        """Add the teacher's log-probabilities of the sampled tokens, if the run has a teacher.
+
+        Args:
+            groups: The scored groups of the step.
+
+        Returns:
+            Copies of the groups whose guided turns have `teacher_logprobs`; without a teacher the groups
+            themselves.
+
+        Raises:
+            UserError: The teacher's server cannot be asked.
+        """
+        if not self.config.teacher.is_on:
+            return groups
+        with self._show_microbatches("the teacher", "teacher"):
+            groups, metrics = self.state.trainer.consult_teacher(
+                self.state.learner_state, self._steps_before, groups
+            )
+        self.row.update(metrics)
+        return groups
 
     def assign_credit(self, groups: list[Group], num_overlong: int) -> AdvantageResult:
         """Return the advantages of the scored groups, and begin the step's row of metrics.

@@ -25,3 +25,4 @@ from calibadv_jax.config.sections.run import (
     LogConfig,
     RunConfig,
 )
+from calibadv_jax.config.sections.teacher import TeacherConfig

@@ -24,6 +24,8 @@ from calibadv_jax.config.sections.run import (
     RunConfig,
 )
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
+from calibadv_jax.config.sections.teacher import INITIAL, TeacherConfig
+from calibadv_jax.core.registry import LOSSES
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -55,6 +57,7 @@ class Config(Section):
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED] = RetrieverConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    teacher: TeacherConfig = TeacherConfig()
     loss: LossConfig = LossConfig()
     learner: LearnerConfig = LearnerConfig()
     critic: CriticConfig = CriticConfig()
@@ -88,7 +91,8 @@ class Config(Section):
     @property
     def keeps_initial_policy(self) -> bool:
         """Whether the parameters at the run's start stay on the devices, as a reference policy."""
-        return self.loss.kl_coef > 0 or "initial" in self.advantage.probed
+        is_teacher = self.teacher.policy == INITIAL
+        return self.loss.kl_coef > 0 or is_teacher or INITIAL in self.advantage.probed
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -103,6 +107,7 @@ class Config(Section):
         yield from self._rollback_faults()
         yield from self._staleness_faults()
         yield from self._sampler_faults()
+        yield from self._teacher_faults()
 
     def _tool_faults(self) -> Iterator[str]:
         names = [tool.name for tool in self.tools if tool.name]
@@ -179,4 +184,25 @@ class Config(Section):
             yield (
                 "vLLM reports log-probabilities after top_p and top_k, unlike the learner: set top_p=1 and "
                 "top_k=0, or loss.importance_* to 0 and loss.old_logprobs=recompute"
+            )
+
+    def _teacher_faults(self) -> Iterator[str]:
+        teacher = self.teacher
+        if not teacher.is_on:
+            return
+        entry = LOSSES.get(self.loss.name)
+        if teacher.acts_on == "advantage" and entry is not None and entry.batch_factor:
+            yield (
+                f"teacher.acts_on is advantage, but loss.name={self.loss.name} weighs the advantages of the "
+                "mini-batch before the teacher's part is known: set teacher.acts_on=loss"
+            )
+        if teacher.needs_titles and not self.retriever.corpus:
+            yield (
+                "teacher.hint names {titles}, but retriever.corpus, which holds them, is empty: set it to "
+                "the file of the corpus, or leave {titles} out"
+            )
+        if teacher.url and self.rollout.temperature not in (0.0, 1.0):
+            yield (
+                f"rollout.temperature is {self.rollout.temperature:g}, but the server at teacher.url returns "
+                "log-probabilities at temperature 1: set it to 1, or let teacher.policy name the teacher"
             )

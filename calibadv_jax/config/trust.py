@@ -269,6 +269,7 @@ def _addresses(config: Config) -> Iterator[Deed]:
         if tool.mcp and tool.mcp.url:
             yield from _contact("tools", tool.mcp.url, "MCP_TOKEN")
     yield from _contact("reward.judge.url", config.reward.judge.url, "JUDGE_TOKEN")
+    yield from _contact("teacher.url", config.teacher.url, "TEACHER_TOKEN")
     if config.sampler.name == "vllm":
         for url in config.sampler.urls:
             yield from _contact("sampler.urls", url, "")
@@ -304,6 +305,7 @@ def _downloads(config: Config, uses: Uses) -> Iterator[Deed]:
         "policy.tokenizer": config.policy.tokenizer,
         "evaluate.policy": config.evaluate.policy,
         "sft.init_from": config.sft.init_from,
+        "teacher.policy": config.teacher.policy,
     }
     is_child = bool(config.retriever.corpus) and not config.retriever.url
     if is_child:

@@ -93,6 +93,8 @@ class Turn:
         golden_logprobs: "current" or "initial" (a policy) -> the golden answer's mean token log-probability
             before this turn, in nats; see `contrib.probe`.
         values: float32 [N], the critic's value before each sampled token; None: there is no critic.
+        teacher_logprobs: float32 [N], log-probabilities of the sampled tokens under the teacher, in nats;
+            None: there is no teacher, or it was not asked.
     """
 
     kind: TurnKind
@@ -110,6 +112,7 @@ class Turn:
     policy_versions: tuple[int, ...] = ()
     golden_logprobs: dict[str, float] = field(default_factory=dict)
     values: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def is_action(self) -> bool:

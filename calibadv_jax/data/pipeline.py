@@ -24,8 +24,12 @@ class QuestionIterator:
         shuffle: Whether to shuffle the questions in every epoch.
         weights: Share of each data_source in the questions, in any unit; each source then has epochs of its
             own. Empty or None: every question once an epoch.
-        rest_below: A question whose mean score is lower is skipped once; 0: none.
-        rest_above: A question whose mean score is higher is skipped once; 1: none.
+        rest_below: A question whose mean score is lower may rest; 0: none.
+        rest_above: A question whose mean score is higher may rest; 1: none.
+        rest_after: Number of times in a row that a question must have such a score before it rests.
+        rest_for: Number of times that a resting question is then skipped. After that it is asked again, and
+            one more such score lets it rest again.
+        rest_share: Largest share of the questions that may rest at the same time.
 
     Raises:
         UserError: `weights` does not name exactly the data sources of the questions.
@@ -39,6 +43,9 @@ class QuestionIterator:
         weights: Mapping[str, float] | None = None,
         rest_below: float = 0.0,
         rest_above: float = 1.0,
+        rest_after: int = 1,
+        rest_for: int = 1,
+        rest_share: float = 1.0,
     ):
         self._questions = list(questions)
         if weights:
@@ -48,8 +55,14 @@ class QuestionIterator:
         self._drawn = 0
         self._rest_below = rest_below
         self._rest_above = rest_above
-        # Ids of the questions that will be skipped once.
-        self._resting: set[str] = set()
+        self._rest_after = rest_after
+        self._rest_for = rest_for
+        self._max_resting = int(rest_share * len(self._questions))
+        # Id of a resting question -> number of times that it will still be skipped.
+        self._resting: dict[str, int] = {}
+        # Id of a question -> number of its latest mean scores, in a row, that were too low or too high. It is
+        # not used where a single such score is enough.
+        self._streaks: dict[str, int] = {}
 
     def _mixture(self, weights: Mapping[str, float], seed: int, shuffle: bool) -> grain.MapDataset:
         by_source: dict[str, list[int]] = {}
@@ -73,20 +86,22 @@ class QuestionIterator:
             self._drawn += 1
             if question.id not in self._resting:
                 return question
-            self._resting.remove(question.id)
+            self._resting[question.id] -= 1
+            if not self._resting[question.id]:
+                del self._resting[question.id]
 
     @property
     def num_resting(self) -> int:
-        """Number of questions that will be skipped once."""
+        """Number of questions that will be skipped the next time."""
         return len(self._resting)
 
     def record_scores(self, question_id: str, scores: Sequence[float]) -> None:
-        """Record the scores of a question that was trained on, and skip it once if they are too low or high.
+        """Record the scores of a question that was trained on, and let it rest if they are too low or high.
 
         Args:
             question_id: Id of the question.
             scores: Score of each trajectory, as a share of the largest reward; negative scores count as 0.
-                Empty if all trajectories failed: the question is not skipped.
+                Empty if all trajectories failed: nothing is recorded.
         """
         if not scores:
             return
@@ -94,20 +109,33 @@ class QuestionIterator:
         mean = math.fsum(clipped_scores) / len(scores)
         is_too_hard = mean < self._rest_below
         is_too_easy = self._rest_above < 1 and mean > self._rest_above
-        if is_too_hard or is_too_easy:
-            self._resting.add(question_id)
+        if not is_too_hard and not is_too_easy:
+            self._streaks.pop(question_id, None)
+            return
+        streak = min(self._rest_after, self._streaks.get(question_id, 0) + 1)
+        if self._rest_after > 1:
+            self._streaks[question_id] = streak
+        has_room = len(self._resting) < self._max_resting
+        if streak == self._rest_after and (has_room or question_id in self._resting):
+            self._resting[question_id] = self._rest_for
 
     def get_state(self) -> dict[str, Any]:
-        """Return the number of drawn questions, and the ids that will be skipped, as JSON values."""
+        """Return the number of drawn questions and what is known of the curriculum, as JSON values."""
         state: dict[str, Any] = {"drawn": self._drawn}
         if self._resting:
-            state["resting"] = sorted(self._resting)
+            state["resting"] = dict(sorted(self._resting.items()))
+        if self._streaks:
+            state["streaks"] = dict(sorted(self._streaks.items()))
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called, with the same questions."""
         self._drawn = state["drawn"]
-        self._resting = set(state.get("resting", []))
+        resting = state.get("resting", {})
+        if isinstance(resting, list):  # of an earlier version, which skipped each question once
+            resting = dict.fromkeys(resting, 1)
+        self._resting = dict(resting)
+        self._streaks = dict(state.get("streaks", {}))
 
 
 def check_questions(questions: Sequence[Question], weights: Mapping[str, float], template: str = "") -> None:

@@ -23,6 +23,7 @@ POLL_SECONDS = 0.5  # between two checks whether a process is still missing
 CONNECT_SECONDS = 2.0  # longest attempt to connect to process 0
 GIVE_UP_FACTOR = 10  # a missing process is given up after this multiple of the timeout
 LONGEST_MESSAGE = 300  # bytes
+KEEPALIVE_SECONDS = 30  # between two probes of an idle connection, which networks between machines may drop
 
 _HELLO = re.compile(rb"calibadv (\d+) (\d+)\s*")  # number of the process that connects, number of processes
 _GO = b"go\n"
@@ -97,23 +98,33 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
             " process that has it, or choose another port"
         ) from error
     present: dict[socket.socket, int] = {}  # number of the process at the other end of each connection
+    # What has come so far of the greeting of each other connection: a busy process may send it much later.
+    greetings: dict[socket.socket, bytes] = {}
     with ExitStack() as stack:
         stack.enter_context(listener)
         while len(present) < count - 1:
-            readable, _, _ = select.select([listener, *present], [], [], POLL_SECONDS)
+            readable, _, _ = select.select([listener, *present, *greetings], [], [], POLL_SECONDS)
             missing = set(range(1, count)) - set(present.values())
             timer.check(_process_names(missing))
-            # A connected process only waits, so its connection is readable only if the process has ended.
+            # A connected process only waits, so its connection is readable only at its end. No process tries
+            # to connect again: at the other end the run has ended too, and a scheduler starts all of it.
             ended = [present[connection] for connection in readable if connection in present]
             if ended:
                 raise EnvironmentFailure(
-                    f"{_process_names(ended)} ended before all had started; start all processes again"
+                    f"{_process_names(ended)} ended, or lost the connection, before all had started; start"
+                    " all processes again"
                 )
-            if readable:
+            if listener in readable:
                 connection, _ = listener.accept()
+                _keep_alive(connection)
+                connection.setblocking(False)
                 stack.enter_context(connection)
-                _admit(connection, count, present)
+                greetings[connection] = b""
+            for connection in readable:
+                if connection in greetings:
+                    _admit(connection, count, present, greetings)
         for connection in present:
+            connection.settimeout(POLL_SECONDS)
             with suppress(OSError):
                 connection.sendall(_GO)
         # The others close their ends first, so that JAX can open the port at once.
@@ -122,22 +133,36 @@ def _accept_processes(port: int, count: int, timer: _StartTimer) -> None:
                 connection.recv(1)
 
 
-def _admit(connection: socket.socket, count: int, present: dict[socket.socket, int]) -> None:
-    """Read which process has connected, and add it to `present`. Other programs are ignored."""
-    connection.settimeout(POLL_SECONDS)
+def _admit(
+    connection: socket.socket,
+    count: int,
+    present: dict[socket.socket, int],
+    greetings: dict[socket.socket, bytes],
+) -> None:
+    """Read on from a connection, and add it to `present` once its greeting is whole.
+
+    The connection of another program is closed.
+    """
+    received = b""
     with suppress(OSError):
-        hello = _HELLO.fullmatch(connection.recv(LONGEST_MESSAGE))
-        if hello is None:
-            return
-        index = int(hello[1])
-        other_count = int(hello[2])
-        if index in present.values() or (other_count == count and index == 0):
-            raise UserError(f"distributed: two processes are number {index}")
-        if other_count != count or index >= count:
-            raise UserError(
-                f"distributed.num_processes is {other_count} in process {index} and {count} in process 0"
-            )
-        present[connection] = index
+        received = connection.recv(LONGEST_MESSAGE)
+    greeting = greetings.pop(connection) + received
+    if received and b"\n" not in greeting and len(greeting) < LONGEST_MESSAGE:
+        greetings[connection] = greeting
+        return
+    hello = _HELLO.fullmatch(greeting)
+    if hello is None:
+        connection.close()
+        return
+    index = int(hello[1])
+    other_count = int(hello[2])
+    if index in present.values() or (other_count == count and index == 0):
+        raise UserError(f"distributed: two processes are number {index}")
+    if other_count != count or index >= count:
+        raise UserError(
+            f"distributed.num_processes is {other_count} in process {index} and {count} in process 0"
+        )
+    present[connection] = index
 
 
 def _report_to_main(host: str, port: int, count: int, index: int, timer: _StartTimer) -> None:
@@ -149,6 +174,7 @@ def _report_to_main(host: str, port: int, count: int, index: int, timer: _StartT
             break
         except OSError:  # process 0 has not started yet, or its name is not known yet
             time.sleep(POLL_SECONDS)
+    _keep_alive(connection)
     with connection, connection.makefile("rb") as lines, suppress(OSError):
         connection.sendall(b"calibadv %d %d\n" % (index, count))
         while not select.select([connection], [], [], POLL_SECONDS)[0]:
@@ -156,9 +182,17 @@ def _report_to_main(host: str, port: int, count: int, index: int, timer: _StartT
         if lines.readline(LONGEST_MESSAGE) == _GO:
             return
     raise EnvironmentFailure(
-        f"process 0 ({host}:{port}) ended before all had started; see its error, and start all processes"
-        " again"
+        f"process 0 ({host}:{port}) ended, or the connection was lost, before all had started; see its error,"
+        " and start all processes again"
     )
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the system probe an idle connection, so that it is not dropped, or its loss is noticed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):  # macOS lacks the first one
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEPALIVE_SECONDS)
 
 
 def _process_names(indices: Iterable[int]) -> str:

@@ -47,6 +47,9 @@ class Sample:
         logprobs: float32 [T], log-probabilities under the sampler's policy, in nats; 0 where not sampled.
         old_logprobs: float32 [T], those in the denominator of the ratio; None: the sampler's.
         prompt: number of tokens that a question's samples share; None: those before the first trained one.
+        teacher_logprobs: float32 [T], log-probabilities under the teacher, in nats; None: there is none.
+        teacher_weights: float32 [T], weight of the teacher at each token; 0 where it does not guide, such as
+            outside the mask. None: there is no teacher.
     """
 
     tokens: np.ndarray
@@ -55,6 +58,8 @@ class Sample:
     logprobs: np.ndarray
     old_logprobs: np.ndarray | None = None
     prompt: int | None = None
+    teacher_logprobs: np.ndarray | None = None
+    teacher_weights: np.ndarray | None = None
 
     @property
     def denominator(self) -> np.ndarray:
@@ -94,6 +99,8 @@ class Batch:
         factors: float32 [R, L], of the targets, from the loss's `BatchFactor`; None: the loss has none.
         ends: int32 [R, L], the first column that does not see this one; None: the end of its segment.
         sources: int32 [R, L], the computed column that predicts the target; None: the same column.
+        teacher_logprobs: float32 [R, L], of the targets under the teacher; None: there is no teacher.
+        teacher_weights: float32 [R, L], of the teacher at the targets; None: there is no teacher.
     """
 
     tokens: Any
@@ -107,6 +114,8 @@ class Batch:
     factors: Any = None
     ends: Any = None
     sources: Any = None
+    teacher_logprobs: Any = None
+    teacher_weights: Any = None
 
 
 def token_weights(
@@ -143,11 +152,15 @@ def content_hash(samples: Sequence[Sample]) -> str:
         samples: in the order of training; `old_logprobs` and `prompt` are not read.
 
     Returns:
-        SHA-256 of tokens, masks, advantages and the sampler's log-probabilities, 64 hexadecimal digits.
+        SHA-256 of tokens, masks, advantages, the sampler's log-probabilities, and the teacher's, 64
+        hexadecimal digits.
     """
     content = hashlib.sha256()
     for sample in samples:
-        for array in (sample.tokens, sample.mask, sample.advantages, sample.logprobs):
+        arrays = [sample.tokens, sample.mask, sample.advantages, sample.logprobs]
+        if sample.teacher_logprobs is not None and sample.teacher_weights is not None:
+            arrays += [sample.teacher_logprobs, sample.teacher_weights]
+        for array in arrays:
             content.update(array.tobytes())
     return content.hexdigest()
 
@@ -490,6 +503,10 @@ class Rows:
         if factors is not None:
             for batch in batches:
                 batch.factors = np.zeros_like(batch.weights)
+        if any(sample.teacher_weights is not None for sample in self.samples):
+            for batch in batches:
+                batch.teacher_logprobs = np.zeros_like(batch.weights)
+                batch.teacher_weights = np.zeros_like(batch.weights)
         for part in self._sample_columns():
             batch = batches[part.placement.batch]
             sample = self.samples[part.index]
@@ -500,6 +517,9 @@ class Rows:
             batch.weights[part.place] = self.weights[part.index][part.tokens]
             if factors is not None:
                 batch.factors[part.place] = factors[part.index][part.tokens]
+            if sample.teacher_logprobs is not None and sample.teacher_weights is not None:
+                batch.teacher_logprobs[part.place] = sample.teacher_logprobs[part.tokens]
+                batch.teacher_weights[part.place] = sample.teacher_weights[part.tokens]
         return batches
 
     def unpack(self, values: Arrays) -> list[np.ndarray]:

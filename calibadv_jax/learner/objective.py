@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from numpy.random import Generator
 
-from calibadv_jax.config import Config, LossConfig
+from calibadv_jax.config import Config, LossConfig, TeacherConfig
 from calibadv_jax.learner.batch_factors import LOG_RATIO_LIMIT, TrainedTokens
 from calibadv_jax.learner.batching import Arrays, Batch, Sample
 from calibadv_jax.learner.losses import (
@@ -32,6 +32,8 @@ TOKEN_METRICS = {
     "actor/pg_clipfrac",
     "actor/sampler_mismatch",
     "actor/sampler_masked",
+    "teacher/kl",
+    "teacher/guided_share",
 }
 
 Metrics = dict[str, Array]
@@ -175,6 +177,53 @@ KL_ESTIMATORS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+# --- The teacher: on-policy distillation ---
+# The teacher's log-probabilities are those of the tokens that the policy sampled, so that k1 of the reverse
+# KL divergence KL(policy || teacher) is lp less the teacher's. On policy, both forms below with their
+# defaults have the same gradient: that of lp, times w (lp - teacher).
+
+NO_TEACHER = TeacherConfig()
+
+
+def teacher_advantages(batch: Batch, old_logprobs: Array, config: TeacherConfig) -> Array:
+    """Return the advantages, with the teacher's part if it acts on them: A + w clip(teacher - old).
+
+    Source: "On-Policy Distillation", https://thinkingmachines.ai/blog/on-policy-distillation; the idea is
+    that of GKD, arXiv 2306.13649.
+
+    Args:
+        batch: packed rows, with w in `teacher_weights`; without them its advantages are returned.
+        old_logprobs: log-probabilities in the denominator of the ratio, float32 [R, L]; not differentiated.
+        config: section `teacher`; `clip` bounds the difference, in nats.
+
+    Returns:
+        float32 [R, L].
+    """
+    if batch.teacher_weights is None or config.acts_on != "advantage":
+        advantages: Array = batch.advantages
+        return advantages
+    difference = batch.teacher_logprobs - jax.lax.stop_gradient(old_logprobs)
+    return batch.advantages + batch.teacher_weights * jnp.clip(difference, -config.clip, config.clip)
+
+
+def teacher_terms(batch: Batch, logprobs: Array, config: TeacherConfig) -> Array:
+    """Return the terms of the reverse KL divergence to the teacher: w times `config.estimator`'s estimate.
+
+    Args:
+        batch: packed rows, with w in `teacher_weights`.
+        logprobs: under the current policy, float32 [R, L].
+        config: section `teacher`. A difference of the log-probabilities beyond `clip` nats counts as `clip`,
+            in the value and in the size of the gradient, which does not vanish there.
+
+    Returns:
+        Terms to minimise, float32 [R, L]; 0 where w is 0.
+    """
+    difference = batch.teacher_logprobs - logprobs
+    excess = difference - jnp.clip(difference, -config.clip, config.clip)
+    difference = difference - jax.lax.stop_gradient(excess)
+    return batch.teacher_weights * KL_ESTIMATORS[config.estimator](difference)
+
+
 # --- The policy's loss ---
 
 
@@ -186,11 +235,13 @@ class PolicyLoss:
         config: section `loss` of a config.
         on_policy: whether the denominator of the ratio is the current policy itself; see `on_policy_only`.
         definition: formula and needs of the loss.
+        teacher: section `teacher` of a config; read where the rows have a teacher.
     """
 
     config: LossConfig
     on_policy: bool
     definition: Loss
+    teacher: TeacherConfig = NO_TEACHER
 
     @property
     def recomputes(self) -> bool:
@@ -204,12 +255,14 @@ class PolicyLoss:
             sample: of a step.
 
         Returns:
-            Whether a trained token has an advantage other than 0. If the loss has a KL or entropy term, or
-            needs `every_sample`, whether any token is trained.
+            Whether a trained token has an advantage other than 0, or a teacher. If the loss has a KL or
+            entropy term, or needs `every_sample`, whether any token is trained.
         """
         has_other_terms = self.config.kl_coef or self.config.entropy_coef or self.definition.every_sample
         if has_other_terms:
             return bool(sample.mask.any())
+        if sample.teacher_weights is not None and np.any(sample.teacher_weights[sample.mask]):
+            return True
         return bool(np.any(sample.advantages[sample.mask]))
 
     def factors(
@@ -261,7 +314,10 @@ class PolicyLoss:
         batch: Batch,
         reference: Array | None,
     ) -> tuple[Array, Metrics]:
-        """Compute the loss of packed rows: the sum of weights * (term - entropy bonus + KL term).
+        """Compute the loss of packed rows: the sum of weights * (term - entropy bonus + KL term + teacher).
+
+        The teacher is part of the advantages or a term of its own, see `teacher_advantages` and
+        `teacher_terms`.
 
         Args:
             logprobs: of the targets under the current policy, float32 [R, L].
@@ -280,7 +336,7 @@ class PolicyLoss:
             logprobs=logprobs,
             old_logprobs=old_logprobs,
             log_ratio=log_ratio,
-            advantages=batch.advantages,
+            advantages=teacher_advantages(batch, old_logprobs, self.teacher),
             trained=batch.weights > 0,
             segment_ids=batch.segment_ids,
             factors=batch.factors,
@@ -305,6 +361,14 @@ class PolicyLoss:
             divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
             terms = terms + config.kl_coef * divergence
             values["actor/kl_loss"] = divergence
+        if batch.teacher_weights is not None:
+            is_guided = batch.teacher_weights > 0
+            values["teacher/guided_share"] = is_guided
+            values["teacher/kl"] = jnp.where(is_guided, old_logprobs - batch.teacher_logprobs, 0.0)
+            if self.teacher.acts_on == "loss":
+                teaching = teacher_terms(batch, logprobs, self.teacher)
+                terms = terms + teaching
+                values["teacher/loss"] = teaching
         metrics: Metrics = {}
         for name, value in values.items():
             if name in TOKEN_METRICS:
@@ -328,12 +392,13 @@ def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
     return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
 
 
-def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
+def policy_gradient(config: LossConfig, on_policy: bool, teacher: TeacherConfig = NO_TEACHER) -> PolicyLoss:
     """Return the loss of a section `loss`.
 
     Args:
         config: the section.
         on_policy: see `on_policy_only`.
+        teacher: section `teacher`.
 
     Returns:
         The loss. Each call returns a new object, for which a learner compiles a program.
@@ -341,14 +406,14 @@ def policy_gradient(config: LossConfig, on_policy: bool) -> PolicyLoss:
     Raises:
         UserError: if a loss of the user's own cannot be imported.
     """
-    return PolicyLoss(config, on_policy, find_loss(config.name, tuple(config.args)))
+    return PolicyLoss(config, on_policy, find_loss(config.name, tuple(config.args)), teacher)
 
 
 def policy_loss(config: Config) -> PolicyLoss:
     """Return the loss of a config.
 
     Args:
-        config: of the run; sections `loss` and `learner` are read.
+        config: of the run; sections `loss`, `teacher` and `learner` are read.
 
     Returns:
         The loss, as `policy_gradient`.
@@ -357,7 +422,7 @@ def policy_loss(config: Config) -> PolicyLoss:
         UserError: as `policy_gradient`.
     """
     on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
-    return policy_gradient(config.loss, on_policy)
+    return policy_gradient(config.loss, on_policy, config.teacher)
 
 
 # --- The supervised loss ---

@@ -21,7 +21,7 @@ from calibadv_jax.policy.transformer import Params
 
 PROBE_TOKENS = 256  # Tokens on which workers and learner are compared.
 # Metrics that are averaged over the updates of a step, and omitted if nothing was trained.
-LOSS_TERMS = {"actor/loss", "actor/pg_loss", "actor/kl_loss"}
+LOSS_TERMS = {"actor/loss", "actor/pg_loss", "actor/kl_loss", "teacher/loss"}
 # Aggregations whose token weights sum to 1 over a mini-batch.
 MEAN_AGGREGATIONS = ("token_mean", "sequence_mean")
 
@@ -347,7 +347,8 @@ def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) ->
         counts: tokens, computed positions and trained tokens of all updates.
 
     Returns:
-        Means over the updates, and over the trained tokens for TOKEN_METRICS.
+        Means over the updates, and over the trained tokens for TOKEN_METRICS; of ``teacher/kl`` over the
+        tokens that a teacher guides.
     """
     means = {"actor/updates": float(len(history))}
     names: dict[str, None] = {}  # in the order in which they first occur
@@ -360,6 +361,8 @@ def _means(history: Sequence[Mapping[str, float]], counts: Mapping[str, int]) ->
             continue
         total = math.fsum(metrics.get(name, 0.0) for metrics in history)
         means[name] = total / (counts["trained"] if is_token_metric else len(history))
+    if means.get("teacher/guided_share"):
+        means["teacher/kl"] /= means["teacher/guided_share"]  # a mean over the guided tokens alone
     if counts["tokens"]:
         means["perf/packing"] = counts["positions"] / counts["tokens"]
     return means

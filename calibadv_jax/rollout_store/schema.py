@@ -54,6 +54,7 @@ TURN = pa.struct(
         ("found_silver", _TEXTS),
         ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # missing in older files of this version
         ("values", _FLOATS),  # values of the critic before each sampled token; null or missing without one
+        ("teacher_logprobs", _FLOATS),  # log-probabilities of the teacher; null or missing without one
     ]
 )
 SCHEMA = pa.schema(
@@ -107,6 +108,7 @@ TURN_ARRAYS = {
     "logprobs": np.float32,
     "observation_ids": np.int32,
     "values": np.float32,
+    "teacher_logprobs": np.float32,
 }
 # Columns of a turn with its credit.
 CREDIT = {
@@ -126,6 +128,7 @@ BYTE_SPLIT_COLUMNS = [
     "turns.list.element.logprobs.list.element",
     "turns.list.element.learner_logprobs.list.element",
     "turns.list.element.values.list.element",
+    "turns.list.element.teacher_logprobs.list.element",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from calibadv_jax.advantages.estimators import describe
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.distributed.joining import describe_processes
 from calibadv_jax.learner.losses import check_loss
 from calibadv_jax.rewards.score import check_reward
@@ -24,9 +25,11 @@ def describe_choices(config: Config) -> list[str]:
         UserError: A user's function cannot be loaded or called, or the choices together teach nothing.
     """
     _check_something_is_learned(config)
+    teacher = load_optional("teacher").describe_teacher(config) if config.teacher.is_on else []
     return [
         *describe(config.advantage),
         *check_loss(config.loss),
+        *teacher,
         *describe_actions(config),
         *check_reward(config.reward),
         *describe_processes(config),
@@ -37,7 +40,8 @@ def _check_something_is_learned(config: Config) -> None:
     """Refuse choices that are valid alone, but together give no trajectory an advantage."""
     rollout = config.rollout
     credit = config.advantage
-    if config.reward.format and not rollout.max_searches:
+    learns_from_teacher = config.teacher.is_on and config.teacher.guides == "all"
+    if config.reward.format and not rollout.max_searches and not learns_from_teacher:
         raise UserError(
             "rollout.max_searches is 0 and reward.format is true: the format asks for a search, so that every"
             " trajectory would score 0 and nothing be learned; set reward.format=false, or allow searches"
@@ -46,6 +50,8 @@ def _check_something_is_learned(config: Config) -> None:
         return
     if rollout.dynamic_sampling:
         raise UserError("rollout.group_size=1 ties every group; raise it, or set rollout.dynamic_sampling=0")
+    if learns_from_teacher:
+        return
     balances_groups = credit.rebalance and credit.rebalance_within == "group" and not credit.rebalance_excess
     if credit.is_calibrated and balances_groups and credit.adjust != "clip":
         raise UserError(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Names of hashes in a start's identity that are omitted when they are not needed.
 REFERENCE = "policy.weights"  # Only if the run keeps its initial policy, or trains adapters on this base.
 ADAPTERS = "policy.adapters"  # Hash of policy.lora.init_from; only if the run keeps its initial policy.
+TEACHER = "teacher.content"  # Hash of the teacher's weights, or the model of its server; only with a teacher.
 JUDGE = "reward.judge.content"  # Hash of the file reward.judge.prompt.
 TOOLS = "tools.content"  # Hash of the actions' names and purposes, which servers and the user's code choose.
 # Hashes of the source code of functions of the user's own, by the section that names them.
@@ -36,7 +37,7 @@ ADVANTAGE_SOURCE = "advantage.source"
 LOSS_SOURCE = "loss.source"
 TOOLS_SOURCE = "tools.source"
 SOURCES = (REWARD_SOURCE, ADVANTAGE_SOURCE, LOSS_SOURCE, TOOLS_SOURCE)
-OPTIONAL = (REFERENCE, ADAPTERS, JUDGE, TOOLS, *SOURCES)
+OPTIONAL = (REFERENCE, ADAPTERS, TEACHER, JUDGE, TOOLS, *SOURCES)
 IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *OPTIONAL)
 
 
@@ -91,6 +92,10 @@ def _contents(
         folder, _ = find_folder(config, policy.path, with_weights=True, resolved=model.pins)
         return weights_hash(folder)
 
+    def teacher_hash() -> str:
+        folder, _ = find_folder(config, config.teacher.policy, with_weights=True, resolved=model.pins)
+        return weights_hash(folder)
+
     hashes: dict[str, Callable[[], str]] = {
         "data.content": questions_hash,
         "policy.config": lambda: content_hash(model.hf_config),
@@ -101,6 +106,10 @@ def _contents(
     for name, addresses in own_functions(config).items():
         section, _, _ = name.partition(".")
         hashes[name] = functools.partial(source_hash, addresses, section)
+    if config.teacher.has_own_weights:
+        hashes[TEACHER] = teacher_hash
+    elif config.teacher.url:
+        hashes[TEACHER] = lambda: content_hash(load_optional("teacher").teacher_identity(config))
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
         hashes[REFERENCE] = base_hash

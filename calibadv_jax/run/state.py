@@ -80,6 +80,9 @@ class RunState:
             config.data.weights,
             config.data.rest_below,
             config.data.rest_above,
+            config.data.rest_after,
+            config.data.rest_for,
+            config.data.rest_share,
         )
         self.stream = self._make_stream()
         self.guards = Guards(config.guards)
@@ -97,7 +100,7 @@ class RunState:
         )
         self.step = 0  # number of steps trained
         newest = self.checkpoints.latest_step()
-        self.learner_state: State = self.trainer.begin(is_fresh=newest is None)
+        self.learner_state: State = self.trainer.begin(newest is None, questions)
         if newest is None:
             if process_group.is_main:
                 (folder / ROLLBACK).unlink(missing_ok=True)

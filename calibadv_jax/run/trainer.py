@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,14 @@ import numpy as np
 
 from calibadv_jax.advantages.estimators import AdvantageResult
 from calibadv_jax.config import Config
+from calibadv_jax.config.sections.teacher import CURRENT, INITIAL
 from calibadv_jax.core.seeds import random_state
-from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from calibadv_jax.learner.batching import Sample, content_hash
-from calibadv_jax.learner.learner import State, policy_learner
+from calibadv_jax.learner.distillation import guided_samples
+from calibadv_jax.learner.learner import Learner, State, policy_learner
 from calibadv_jax.learner.objective import policy_loss
 from calibadv_jax.learner.optimizer import run_schedule
 from calibadv_jax.learner.step import StepResult, learn, make_sample
@@ -40,8 +42,30 @@ class UpdateResult:
     tokens: int  # tokens trained on, including prompts and observations
 
 
+class TeacherScores(Protocol):
+    """The teacher of distillation, as the trainer sees it; see `contrib.teacher`."""
+
+    learner: Learner | None  # computes a teacher with weights of its own
+
+    def with_logprobs(
+        self, learner: Learner, params: Params | None, groups: Sequence[Group]
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Score the sampled tokens of the trajectories that the teacher guides.
+
+        Args:
+            learner: The policy's learner.
+            params: Trained parameters of the policy that is the teacher; None: the teacher is another one.
+            groups: The scored groups of the step.
+
+        Returns:
+            Copies of the groups, in which the turns of guided trajectories have `teacher_logprobs`; and
+            metrics.
+        """
+        ...
+
+
 class Trainer:
-    """Learner, loss, reference policy and critic of a run.
+    """Learner, loss, reference policy, teacher and critic of a run.
 
     The trainer does not keep the policy's train state: `RunState` does, and passes it in.
 
@@ -62,14 +86,16 @@ class Trainer:
         # run does not need that policy.
         self.reference: Params | None = None
         self.critic: Critic | None = None
+        self.teacher: TeacherScores | None = None
 
-    def begin(self, is_fresh: bool) -> State:
-        """Load the reference policy and the critic, and return the train state that the run begins with.
+    def begin(self, is_fresh: bool, questions: Sequence[Question] = ()) -> State:
+        """Load the reference policy, the teacher and the critic; return the first train state.
 
         Args:
             is_fresh: Whether the run has no checkpoint. With a checkpoint, no parameters are loaded here,
                 since the checkpoint restores them. A policy with adapters is loaded all the same: its
                 checkpoints do not hold the base.
+            questions: The training questions, which a teacher's hint may need.
 
         Returns:
             The first train state; empty if the parameters come from a checkpoint alone.
@@ -86,6 +112,9 @@ class Trainer:
             base, trained = policy.split(params)
         if self.config.keeps_initial_policy:
             self.reference = self._initial_reference(base, trained)
+        if self.config.teacher.is_on:
+            teacher_class = load_optional("teacher").Teacher
+            self.teacher = teacher_class(self.config, self.model, questions, self.process_group)
         if self.config.advantage.has_critic:
             from calibadv_jax.run.critic_training import Critic
 
@@ -121,6 +150,32 @@ class Trainer:
         with_golden_logprobs = load_optional("probe").with_golden_logprobs
         return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
 
+    def consult_teacher(
+        self, state: State, step: int, groups: Sequence[Group]
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Let the teacher score the tokens that the policy sampled.
+
+        Args:
+            state: The policy's train state; not donated.
+            step: Number of steps trained so far.
+            groups: The scored groups of the step.
+
+        Returns:
+            Copies of the groups whose guided turns have `teacher_logprobs`, and the teacher's metrics. In a
+            step in which the teacher has no weight, the groups themselves.
+
+        Raises:
+            UserError: The teacher's server cannot be asked.
+        """
+        coef = self.config.teacher.coef_at(step)
+        metrics = {"teacher/coef": coef}
+        if self.teacher is None or not coef or self._trains_critic_alone(step):
+            return list(groups), metrics
+        own_policies = {CURRENT: state["params"], INITIAL: self.reference}
+        params = own_policies.get(self.config.teacher.policy)
+        scored, teacher_metrics = self.teacher.with_logprobs(self.learner, params, groups)
+        return scored, metrics | teacher_metrics
+
     def train_step(
         self, state: State, step: int, seed: int, groups: Sequence[Group], advantages: AdvantageResult
     ) -> UpdateResult:
@@ -145,6 +200,9 @@ class Trainer:
             make_sample(trajectory, values)
             for trajectory, values in zip(trajectories, token_advantages, strict=True)
         ]
+        if self.teacher is not None:
+            coef = self.config.teacher.coef_at(step)
+            samples = guided_samples(samples, trajectories, self.config.teacher, coef)
         self.process_group.assert_equal("batch to train on", lambda: content_hash(samples))
         rate = float(self.schedule(int(state["updates"])))
         trained = [sample for sample in samples if sample.mask.any()]
@@ -165,11 +223,15 @@ class Trainer:
 
     def _train_policy(self, state: State, step: int, seed: int, samples: list[Sample]) -> StepResult:
         """Train the policy, except during the critic.warmup_steps steps that train the critic alone."""
-        if self.critic is not None and step < self.config.critic.warmup_steps:
+        if self._trains_critic_alone(step):
             return StepResult(state, {}, samples)
         rng = random_state(seed, step, "minibatches")
         reference = self.reference if self.config.loss.kl_coef else None
         return learn(self.learner, state, samples, self.config.learner, self.loss, rng, reference)
+
+    def _trains_critic_alone(self, step: int) -> bool:
+        """Return whether a step, counted from 0, leaves the policy as it is."""
+        return self.critic is not None and step < self.config.critic.warmup_steps
 
     def progress(self) -> tuple[int, int, str]:
         """Return the progress of the computation for `Console.live`.
@@ -180,6 +242,8 @@ class Trainer:
         done, total = self.learner.microbatches()
         if self.critic and not total:
             done, total = self.critic.learner.microbatches()
+        if self.teacher and self.teacher.learner and not total:
+            done, total = self.teacher.learner.microbatches()
         return done, total, ""
 
 

@@ -45,7 +45,10 @@ def impatient(config: Config) -> Config:
         tools.append(tool)
     retriever = replace(config.retriever, patience=SINGLE_ATTEMPT)
     sampler = replace(config.sampler, patience=SINGLE_ATTEMPT)
-    return replace(config, tools=tools, retriever=retriever, sampler=sampler)
+    teacher = config.teacher
+    if teacher.is_on:
+        teacher = replace(teacher, patience=SINGLE_ATTEMPT)
+    return replace(config, tools=tools, retriever=retriever, sampler=sampler, teacher=teacher)
 
 
 def check_inputs(config: Config, warn: Callable[[str], object] = _ignore) -> None:

@@ -248,4 +248,4 @@ def test_import_needs_neither_jax_nor_pydantic():
         "import sys, calibadv_jax.advantages.external;"
         "print(sorted({'jax', 'flax', 'pydantic', 'omegaconf', 'vllm', 'torch'} & set(sys.modules)))"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=250).strip() == "[]"

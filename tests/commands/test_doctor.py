@@ -124,7 +124,7 @@ def test_failed_check_is_counted_and_others_run(config, capsys):
         lines, last = findings(capsys, with_retriever(broken, url), failed=1)
     failures = [line for line in lines if line.startswith("FAIL")]
     assert [line.split(":")[0] for line in failures] == ["FAIL questions", "FAIL policy"]
-    assert last == "2 of 6 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
+    assert last == "2 of 7 checks failed" and any(line.startswith("ok   retriever: ") for line in lines)
 
 
 def test_start_and_doctor_name_every_fault_at_once(config, capsys, tmp_path):
@@ -274,7 +274,6 @@ def test_mcp_program_that_ends_is_named(config, capsys, monkeypatch):
     assert "can't open file '/nowhere/server.py'" in line
 
 
-@pytest.mark.timeout(20)
 def test_retriever_without_health_or_results_is_described(config):
     with replying({"/retrieve": (200, {"result": [[]]})}) as url:
         lines = doctor.check_retriever(with_retriever(config, url))
@@ -300,7 +299,7 @@ def test_too_small_host_fails_and_names_keys(config, capsys, monkeypatch):
     (failure,) = (line for line in lines if line.startswith("FAIL policy"))
     assert "do not fit: this host has 0.0 GiB for 8 device(s)" in failure and "sampler.slots" in failure
     assert any(line.startswith("ok   policy: tokens of each tag") for line in lines)  # the rest is said too
-    assert last == "1 of 6 checks failed"
+    assert last == "1 of 7 checks failed"
     lines, last = findings(capsys, changed(config, mesh={"fsdp": 2, "tensor": 4}), offline=True)
     for words in ("do not fit", "mesh.tensor is 4, which does not divide the policy's 2"):
         assert any(line.startswith("warn policy: ") and words in line for line in lines)
@@ -342,3 +341,15 @@ def test_judge_is_asked_about_right_and_wrong_answer(config):
     assert warning.startswith("warning: ") and "reward.judge.prompt" in warning
     with pytest.raises(UserError, match=f"judge {url}/v1: no answer .*, or correct reward.judge.url"):
         doctor.check_judge(judged_by(config, url))
+
+
+def test_teacher_is_checked(config, tmp_path):
+    assert doctor.check_teacher(config) == []
+    folder = with_weights(config, tmp_path / "teacher").policy.path
+    (line,) = doctor.check_teacher(changed(config, teacher={"policy": folder}))
+    assert line == f"teacher {folder}: has the policy's vocabulary"
+    with pytest.raises(UserError, match=r"teacher\.policy=.*lost"):
+        doctor.check_teacher(changed(config, teacher={"policy": str(tmp_path / "lost")}))
+    away = changed(config, teacher={"url": "http://127.0.0.1:1/v1", "model": "m"})
+    with pytest.raises(UserError, match=r"teacher http.*no answer .*correct teacher\.url"):
+        doctor.check_teacher(away)

@@ -231,7 +231,6 @@ def test_speed_and_place_make_no_other_evaluation(run, changes):
     assert sampler.asked == []
 
 
-@pytest.mark.timeout(60)
 def test_signal_keeps_the_answers_so_far(run, capfd):
     asked = []
 

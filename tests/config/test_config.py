@@ -419,6 +419,20 @@ def test_file_builds_upon_another(write, tmp_path):
     assert (over.run.seed, over.learner.steps) == (1, 2), "an overlay wins over every base"
 
 
+@pytest.mark.parametrize("base", ["../a.yaml", "../sub/../a.yaml", "link.yaml", "b.yaml", "../sub/b.yaml"])
+def test_files_that_build_upon_each_other_are_refused(tmp_path, base):
+    """However their names are written."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.yaml").write_text("base: sub/b.yaml")
+    (tmp_path / "sub/link.yaml").symlink_to(tmp_path / "a.yaml")
+    (tmp_path / "sub/b.yaml").write_text(f"base: {base}")
+    message = refusal([tmp_path / "a.yaml"])
+    repeated = tmp_path / "sub" / base
+    assert (
+        message == f"{repeated}: builds upon itself (base of {tmp_path}/sub/b.yaml); correct one of the two"
+    )
+
+
 @pytest.mark.parametrize(
     ("texts", "start"),
     [

@@ -73,6 +73,41 @@ def test_bounds_between_keys(message, sections):
     check(message, **sections)
 
 
+SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
+TITLES = {"policy": "initial", "hint": "{titles}"}
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (None, {"teacher": {"policy": "initial"}}),
+        (None, {"teacher": SERVED}),
+        ("policy and url both name a teacher", {"teacher": SERVED | {"policy": "initial"}}),
+        ("set both for a teacher at a server", {"teacher": {"url": SERVED["url"]}}),
+        ("set both for a teacher at a server", {"teacher": {"model": "m"}}),
+        ("url holds a user .* TEACHER_TOKEN", {"teacher": SERVED | {"url": "http://me:secret@node/v1"}}),
+        ("teaches nothing without a hint", {"teacher": {"policy": "current"}}),
+        (None, {"teacher": {"policy": "current", "hint": " ({answer})"}}),
+        (r"hint holds \{golden\}, but only", {"teacher": {"policy": "initial", "hint": "{golden}"}}),
+        ("coef_steps is 0: set both", {"teacher": {"policy": "initial", "coef_end": 0.5}}),
+        (None, {"teacher": {"policy": "initial", "coef_end": 0.5, "coef_steps": 1}}),
+        (r"names \{titles\}, but retriever.corpus", {"teacher": TITLES}),
+        (None, {"teacher": TITLES, "retriever": {"corpus": "corpus.jsonl"}}),
+        ("at temperature 1: set it to 1", {"teacher": SERVED, "rollout": {"temperature": 0.7}}),
+        *((None, {"teacher": SERVED, "rollout": {"temperature": float(t)}}) for t in (0, 1)),
+        (None, {"teacher": {"policy": "initial"}, "rollout": {"temperature": 0.7}}),
+        ("set teacher.acts_on=loss", {"teacher": {"policy": "initial"}, "loss": {"name": "lld"}}),
+        (None, {"teacher": {"policy": "initial", "acts_on": "loss"}, "loss": {"name": "lld"}}),
+        (None, {"loss": {"name": "lld"}}),
+        ("teacher.reward_weight is set, but there is no teacher", {"teacher": {"reward_weight": 0.0}}),
+        ("teacher.hint is set, but there is no teacher", {"teacher": {"hint": "{answer}"}}),
+    ],
+    ids=str,
+)
+def test_teacher_fits_the_run(message, sections):
+    check(message, **sections)
+
+
 @pytest.mark.parametrize(
     ("every", "keep", "patience", "needed"),
     [(1, 1, 1, 0), (1, 2, 2, 0), (1, 2, 3, 3), (2, 1, 3, 2), (2, 2, 3, 0), (3, 2, 5, 3), (50, 1, 3, 2)],
@@ -97,7 +132,8 @@ EXPECTED = {
         "learner.row_widths", "learner.share_prefixes", "learner.optimizer.offload",
         "critic.optimizer.offload", "sft", "checkpoint", "evaluate", "guards", "export", "log",
         "advantage.probes", "reward.judge.url", "reward.judge.timeout", "reward.judge.patience",
-        "reward.judge.max_concurrency",
+        "reward.judge.max_concurrency", "teacher.url", "teacher.timeout", "teacher.patience",
+        "teacher.max_concurrency",
     ),
     Mark.LEARNED: (
         "sampler.name", "retriever.encoder", "retriever.topk",
@@ -114,13 +150,14 @@ EXPECTED = {
         "rollout.max_staleness", "rollout.dynamic_sampling", "retriever.url", "retriever.index",
         "retriever.timeout", "retriever.patience", "retriever.start_timeout", "retriever.threads",
         "reward.judge.url", "reward.judge.timeout", "reward.judge.patience", "reward.judge.max_concurrency",
-        "reward.shuffle", "reward.evidence", "reward.search_cost",
+        "reward.shuffle", "reward.evidence", "reward.search_cost", "teacher.url", "teacher.timeout",
+        "teacher.patience", "teacher.max_concurrency",
     ),
     Mark.OUTPUT: (
         "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",
         "export.adapter_output",
     ),
-    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run"),
+    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run", "teacher.policy"),
 }  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def test_proxy_that_cannot_be_used_is_named(monkeypatch, tmp_path, proxy, words)
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert reply.stdout.startswith("owner/policy (model on ") and reply.stdout.count("\n") == 1
     assert "cannot be asked: " in reply.stdout and words in reply.stdout.replace("[", ".").replace("]", ".")
@@ -229,7 +229,7 @@ def test_environment_names_hub_and_cache(hub, tmp_path):
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     expected = tmp_path / "home/hub/models--owner--policy/snapshots" / commit
     assert done.stdout.strip() == str(expected), done.stderr

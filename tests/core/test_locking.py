@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,22 @@ def test_outermost_block_releases(tmp_path):
             raise ValueError
         assert (tmp_path / ".lock").exists()
     assert not any(tmp_path.iterdir())
+
+
+def test_lock_file_that_is_seen_is_locked(tmp_path, monkeypatch):
+    """Up to its removal: another process that opened it earlier would hold a file without a name."""
+    unlink, removals = Path.unlink, []
+
+    def unlink_locked(path, **options):
+        with path.open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        removals.append(path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink_locked)
+    with locked_run(tmp_path, silent):
+        pass
+    assert removals == [tmp_path / ".lock"] and not any(tmp_path.iterdir())
 
 
 def test_error_in_the_block_releases(tmp_path):

@@ -322,6 +322,7 @@ def test_too_easy_or_hard_question_is_skipped_once():
         "q3": [-1, 1, 0],
         "q4": [0.75, 0.75],
         "q5": [],  # all trajectories failed
+        "q6": [0.5, 0],  # as hard as allowed
     }.items():
         first.record_scores(name, scores)
     assert first.num_resting == 2
@@ -332,6 +333,60 @@ def test_too_easy_or_hard_question_is_skipped_once():
         assert item.get_state() == {"drawn": 45} and item.num_resting == 0
 
 
+def rest(iterator, name, *means):
+    for mean in means:
+        iterator.record_scores(name, [mean])
+
+
+def epochs_with(iterator, name, count):
+    """Whether each of the next epochs of the 20 questions asks a question."""
+    asked = []
+    for _ in range(count):
+        end = (iterator.get_state()["drawn"] // 20 + 1) * 20
+        names = []
+        while iterator.get_state()["drawn"] < end:
+            names.append(next(iterator).id)
+        asked.append(name in names)
+    return asked
+
+
+def test_question_rests_after_epochs_in_a_row_and_comes_again():
+    def fresh():
+        return QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75, rest_after=2, rest_for=3)
+
+    iterator = fresh()
+    rest(iterator, "q1", 1.0, 0.5, 1.0)  # never twice in a row
+    assert iterator.num_resting == 0
+    rest(iterator, "q1", 0.0)  # too hard after too easy: neither teaches
+    assert iterator.num_resting == 1
+    resumed = fresh()
+    resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+    for each in (iterator, resumed):
+        assert epochs_with(each, "q1", 5) == [False, False, False, True, True]
+        rest(each, "q1", 0.0)  # a single one is enough now
+        assert epochs_with(each, "q1", 4) == [False, False, False, True]
+        rest(each, "q1", 0.5, 0.0)  # it has taught something: two in a row again
+        assert epochs_with(each, "q1", 1) == [True]
+    assert iterator.get_state() == resumed.get_state() == {"drawn": 200, "streaks": {"q1": 1}}
+
+
+def test_share_of_resting_questions_is_bounded():
+    iterator = QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75, rest_for=2, rest_share=0.25)
+    for question in QUESTIONS:
+        rest(iterator, question.id, 0.0)
+    assert iterator.num_resting == 5
+    assert [next(iterator).id for _ in range(15)] == [f"q{number}" for number in range(5, 20)]
+    rest(iterator, "q4", 0.0)  # it rests already: its rest begins again
+    rest(iterator, "q9", 0.0)  # no room
+    assert iterator.get_state()["resting"] == {"q0": 1, "q1": 1, "q2": 1, "q3": 1, "q4": 2}
+
+
+def test_resting_questions_of_an_earlier_version_are_skipped_once():
+    iterator = QuestionIterator(QUESTIONS, 0, False, None, 0.25, 0.75, rest_for=3)
+    iterator.set_state({"drawn": 20, "resting": ["q0", "q2"]})
+    assert [next(iterator).id for _ in range(3)] == ["q1", "q3", "q4"] and iterator.num_resting == 0
+
+
 def test_by_default_no_question_rests():
     iterator = QuestionIterator(QUESTIONS, 0, False)
     for scores in ([1.0] * 3, [0.0] * 3, [-1.0], [2.0] * 3):
@@ -339,6 +394,10 @@ def test_by_default_no_question_rests():
     assert iterator.get_state() == {"drawn": 0}
     with pytest.raises(ValueError, match="rest_below is 0.5, but must be below rest_above"):
         DataConfig(rest_below=0.5, rest_above=0.5)
+    for keys in ({"rest_after": 2}, {"rest_for": 2}, {"rest_share": 0.5}):
+        with pytest.raises(ValueError, match="rest_after, rest_for and rest_share do nothing"):
+            DataConfig(**keys)
+        DataConfig(rest_above=0.9, **keys)
 
 
 MIXED, WEIGHTS = make(6, "nq") + make(90, "hotpotqa"), {"nq": 3.0, "hotpotqa": 1.0}

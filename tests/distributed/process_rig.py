@@ -42,7 +42,7 @@ def run_all(work, count=2, left=0):
     notes, made = KeyValueStore(), []
 
     def run_process(index):
-        process_group = MultiProcessGroup(notes, index, count, timeout=5.0)
+        process_group = MultiProcessGroup(notes, index, count, timeout=60.0)
         made.append(process_group)
         try:
             return work(process_group), process_group.can_save_together

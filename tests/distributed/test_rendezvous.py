@@ -1,5 +1,6 @@
 """How processes wait for each other before they join, with threads in their place."""
 
+import queue
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -64,32 +65,59 @@ FOREIGN = [b"GET / HTTP/1.1\n", b"calibadv\n", b"calibadv 1 3 3\n", b"calibadv o
 @pytest.mark.parametrize(
     ("texts", "error", "words"),
     [
-        ([b"calibadv 1 3\n"], EnvironmentFailure, "process 1 ended before all had started"),
+        (
+            [b"calibadv 1 3\n"],
+            EnvironmentFailure,
+            "process 1 ended, or lost the connection",
+        ),
         ([b"calibadv 0 3\n"], UserError, "two processes are number 0"),  # as on another machine
         (FOREIGN, None, ""),  # left alone
     ],
 )
 def test_process_0_judges_connections_that_end(texts, error, words):
-    port = hosts_rig.free_port()
+    address = f"127.0.0.1:{hosts_rig.free_port()}"
 
     def meet(index):
-        return wait_for_processes(f"127.0.0.1:{port}", 3, index, 10.0, print)
-
-    def connect(text):
-        while True:
-            with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as place:
-                return place.sendall(text)
+        return wait_for_processes(address, 3, index, 10.0, print)
 
     with ThreadPoolExecutor(3) as threads:
         first = threads.submit(meet, 0)
         for text in texts:
-            connect(text)
+            with connected(address) as connection:
+                connection.sendall(text)
         if error:
             with pytest.raises(error, match=words):
                 first.result()
         else:
             others = [threads.submit(meet, index) for index in (1, 2)]
             assert [process.result() for process in (first, *others)] == [None] * 3
+
+
+@pytest.mark.parametrize("beginning", [b"", b"calibadv 1 "], ids=["late", "in two parts"])
+def test_busy_process_is_admitted_when_its_greeting_is_whole(monkeypatch, beginning):
+    """Also beside a program that stays connected and never says a word."""
+    monkeypatch.setattr(rendezvous, "GIVE_UP_FACTOR", 200)
+    address = f"127.0.0.1:{hosts_rig.free_port()}"
+    warnings = queue.Queue()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(wait_for_processes, address, 2, 0, 0.3, warnings.put)
+        silent, busy = connected(address), connected(address)
+        with silent, busy:
+            busy.sendall(beginning)
+            # Process 0 has looked several times before it warns.
+            assert warnings.get().startswith("waiting for process 1 since")
+            busy.sendall(b"calibadv 1 2\n"[len(beginning) :])
+            assert busy.recv(99) == b"go\n"
+            busy.shutdown(socket.SHUT_WR)
+            assert first.result() is None
+
+
+def connected(address):
+    """A connection to process 0, which may not listen yet."""
+    host, _, port = address.partition(":")
+    while True:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)))
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"go", b"", None], ids=str)
@@ -104,15 +132,33 @@ def test_other_answer_than_go_is_the_end_of_process_0(answer):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             else:
                 connection.sendall(answer)
-        with pytest.raises(EnvironmentFailure, match="ended before all had started"):
+        with pytest.raises(EnvironmentFailure, match="process 0 .* ended, or the connection was lost"):
             other.result()
 
 
+def test_idle_connections_are_kept_alive(monkeypatch):
+    """Both ends: a process may wait for hours for the last one."""
+    kept, keep_alive = [], rendezvous._keep_alive
+
+    def note(connection):
+        keep_alive(connection)
+        is_kept = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        kept.append((bool(is_kept), connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)))
+
+    monkeypatch.setattr(rendezvous, "_keep_alive", note)
+    assert outcomes((0, 2), (1, 2)) == [([], None)] * 2
+    assert kept == [(True, 30)] * 2
+
+
 def test_process_0_that_ends_before_the_greeting_is_named(monkeypatch):
-    place, other = socket.socketpair()
+    server, place = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    place.connect(server.getsockname())
+    other, _ = server.accept()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()
+    server.close()
     monkeypatch.setattr(rendezvous.socket, "create_connection", lambda *_, **__: place)
-    with pytest.raises(EnvironmentFailure, match="ended before all had started"):
+    with pytest.raises(EnvironmentFailure, match="process 0 .* ended, or the connection was lost"):
         wait_for_processes("127.0.0.1:1", 3, 2, 10.0, print)
 
 

@@ -81,6 +81,7 @@ def training(tmp_path_factory):
         folder,
         learner={"steps": 1, "minibatch_size": 4, "pack_length": 16, "microbatch_rows": 8},
         loss={"kl_coef": 0.1, "importance_high": 8.0},
+        teacher={"policy": "initial", "acts_on": "loss"},
         rollout={"questions_per_step": 2, "group_size": 3, "dynamic_sampling": 1} | limits,
         prompt={"template": "{question}"},
         evaluate={"every": 1, "temperatures": [1.0]},

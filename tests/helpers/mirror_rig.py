@@ -85,7 +85,7 @@ def acting(act, kind=ScriptedRollouts):
 
 
 def until(condition):
-    for _ in range(600):
+    for _ in range(5000):  # less than pytest's limit
         if condition():
             return
         threading.Event().wait(0.05)

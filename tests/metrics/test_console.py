@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import queue
 import threading
+import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -26,6 +28,10 @@ class Kernel(io.StringIO):
 
 
 Kernel.__module__ = "ipykernel.iostream"
+
+
+# `clock` replaces time.monotonic, not this.
+wait_for_other_threads = partial(time.sleep, 0.001)
 
 
 @pytest.fixture
@@ -134,19 +140,55 @@ def test_no_progress_leaves_results_and_warnings(capsys):
     assert "warning: collapse" in stream.getvalue()
 
 
-@pytest.mark.timeout(60)
+class Waits:
+    """An event that comes during the wait of this number. Each wait takes its whole time on the clock."""
+
+    def __init__(self, clock, number):
+        self.clock, self.number, self.seconds = clock, number, []
+
+    def wait(self, seconds):
+        self.clock[0] += seconds
+        self.seconds.append(seconds)
+        return len(self.seconds) == self.number
+
+
+@pytest.mark.parametrize(("kind", "pause"), [(io.StringIO, 60.0), (Terminal, 1.0)], ids=["file", "terminal"])
+def test_progress_is_shown_after_a_pause_without_lines(kind, pause, clock):
+    stream = kind()
+    console = Console(stream=stream)
+    console._blocks.append(console_module._Block("update", "", lambda: (0, 0, ""), clock[0]))
+    clock[0] += 0.25
+    console.note("a line")
+    clock[0] += 0.25
+    waits = Waits(clock, 4)
+    console._show_until(waits)
+    assert waits.seconds == [pause - 0.25, pause, pause, pause]
+    shown = [line.rstrip() for line in stream.getvalue().replace("\r", "\n").split("\n") if line.strip()]
+    assert shown == ["a line", *(f"update, {duration(0.25 + pause * times)}" for times in (1, 2, 3))]
+
+
+def test_line_written_meanwhile_puts_progress_off(clock):
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    console._blocks.append(console_module._Block("update", "", lambda: (0, 0, ""), clock[0]))
+    waits = Waits(clock, 3)
+    wait, waits.wait = waits.wait, lambda seconds: wait(seconds - 20.0) or console.note("a line")
+    console._show_until(waits)
+    assert waits.seconds == [40.0, 40.0, 40.0] and stream.getvalue() == "a line\n" * 2
+
+
 @pytest.mark.parametrize("stream", [Terminal(), Kernel()], ids=["terminal", "notebook"])
-def test_line_is_rewritten(stream, monkeypatch):
-    monkeypatch.setattr(console_module, "REWRITTEN_SECONDS", 0.01)
+def test_line_is_rewritten(stream, monkeypatch, clock):
+    monkeypatch.setattr(console_module, "REWRITTEN_SECONDS", 0.0)  # the clock stands
     monkeypatch.setenv("COLUMNS", "40")
     console = Console(stream=stream)
     with console.phase("publishing the policy", announce=True):
         while "\rpublishing the policy, 0 s" not in stream.getvalue():
-            pass
+            wait_for_other_threads()
     with console.bar("rollouts", 2560, "trajectories of a long name") as show:
         show(137)
         while "\rrollouts 137/2560 trajectories" not in stream.getvalue():
-            pass
+            wait_for_other_threads()
         console.note("a line [1/2] above the bar")
     text = stream.getvalue()
     lines = [line.rstrip() for line in text.replace("\n", "\r").split("\r") if line.strip()]
@@ -163,11 +205,10 @@ def test_file_gets_plain_lines():
     assert stream.getvalue() == "waiting for the retriever\nwarning: [red]x[/red] " + "long " * 40 + "\n"
 
 
-@pytest.mark.timeout(60)
-def test_long_phase_repeats_its_progress(monkeypatch):
+def test_long_phase_repeats_its_progress(monkeypatch, clock):
     """Where nothing moves: also while nothing is reported, and of nested phases only the inner one."""
     stream, lines = io.StringIO(), queue.Queue()
-    monkeypatch.setattr(console_module, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(console_module, "QUIET_SECONDS", 0.0)  # the clock stands
     console = Console(stream=stream)
     stream.write = lambda text: lines.put(text.rstrip("\n")) if text.strip() else None
     with console.phase("update, compiling"):

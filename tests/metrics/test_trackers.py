@@ -203,7 +203,7 @@ def test_prometheus_shows_the_newest_step(tmp_path, prometheus):
     with MetricsWriter(tmp_path, opened, 1) as writer:
         writer.write(1, {"reward/mean": 0.5, "rollout/failed": 1.0})
         writer.write(2, {"reward/mean": 0.75} | dict.fromkeys(("f1/nq/open", "f1/nq_open", "f1/百科"), 0.5))
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=250) as reply:
             text = reply.read().decode()
         for used in (address, "127.0.0.1:99999"):
             with pytest.raises(UserError, match=f"log.prometheus={used}: no server there"):
@@ -285,9 +285,8 @@ def test_weights_and_biases_has_name_config_and_tables(tmp_path, monkeypatch):
     folder.mkdir()
     described(folder, "wandb", DESCRIPTION)
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    deadline = time.monotonic() + 60
     tables = []
-    while len(tables) < len(TABLES) and time.monotonic() < deadline:
+    while len(tables) < len(TABLES):  # bounded by pytest's limit
         time.sleep(0.05)  # W&B's service writes on for a moment
         tables = [row for row in logged_rows(file) if "trajectories/_type" in row]
     run = logged_records(file, "run")[-1]
@@ -333,9 +332,8 @@ def test_weights_and_biases_writes_its_files(tmp_path, monkeypatch):
     write(folder, ["wandb"], [2, 3], start_step=2)
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     expected = [[(1, 0.5), (2, 1.0)], [(2, 1.0), (3, 1.5)]]
-    deadline = time.monotonic() + 60
     rows = []
-    while rows != expected and time.monotonic() < deadline:
+    while sum(map(len, rows)) < 4:  # bounded by pytest's limit
         time.sleep(0.05)
         rows = [[(row["step"], row["reward/mean"]) for row in logged_rows(path)] for path in files]
     assert rows == expected, [path.stat().st_size for path in files]

@@ -253,7 +253,7 @@ def test_tokenizer_is_read_or_named_as_damaged(tmp_path):
 
 def ask_server(address, path, method="GET", **headers):
     """Status, headers and body of a server's answer."""
-    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=250)) as connection:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.headers, answer.read()

@@ -96,10 +96,10 @@ def test_its_service_runs_until_a_signal(trained):
     with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
         url = process.stdout.readline().strip().removesuffix("/")
         assert url, process.stderr.read()
-        assert httpx.post(f"{url}/v1/chat/completions", json={}, timeout=30).status_code == 400
+        assert httpx.post(f"{url}/v1/chat/completions", json={}, timeout=250).status_code == 400
         model = httpx.get(f"{url}/health").json()["model"]
         body = {"model": model, "messages": [{"role": "user", "content": "who?"}]}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=250).json()
         assert reply["usage"]["completion_tokens"] > 0
         second = subprocess.run([*serve, "--port", url.rpartition(":")[2]], **environment)
         assert second.returncode == 75 and second.stderr.count("\n") <= 2

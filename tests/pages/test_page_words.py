@@ -199,6 +199,16 @@ def test_estimator_by_turn_never_calibrates_no_turn(explain, name):
     assert "calibrates no turn" not in " ".join([words.group, *words.trajectories, *sum(words.turns, [])])
 
 
+def test_turn_says_how_far_it_is_from_the_teacher(explain):
+    def teach(group):
+        for turn in group.trajectories[0].turns:
+            turn.teacher_logprobs = turn.logprobs - np.float32(0.25)
+
+    words = explain(teach, name="grpo")
+    assert all(why.endswith("Reverse KL to the teacher: 0.25 nats a token.") for why in words.turns[0])
+    assert not any("teacher" in why for why in words.turns[1])
+
+
 def test_numbers_have_a_real_minus():
     assert [signed(value) for value in (-1.1547, 0.5, 0.0, -0.0001)] == ["−1.155", "+0.500", "0.000", "0.000"]
     assert [plain(value) for value in (-0.5, 2.0, 1 / 3)] == ["−0.5", "2", "0.333"]

@@ -1,5 +1,7 @@
 """Devices that a plan may name and a config's mesh on them; bytes of the formulas without an array beside."""
 
+import json
+
 import jax
 import pytest
 from plan_rig import SHAPE, small
@@ -185,6 +187,24 @@ def estimate(folder, mesh, shape=(), **changed):
 def test_bytes_of_each_phase(tmp_path, mesh, changed, shape, expected):
     counted = estimate(tmp_path, mesh, shape, **changed)
     assert tuple(counted[name] for name in PHASES) == pytest.approx(expected)
+
+
+def test_teacher_counts_by_its_own_size_in_the_precision_of_the_forward_pass(tmp_path):
+    """bfloat16 parameters of another architecture, divided over the devices."""
+    shape = SHAPE | {"num_hidden_layers": 1}
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/config.json").write_text(json.dumps(shape))
+    plain = estimate(tmp_path, (1, 2, 1))
+    counted = estimate(tmp_path, (1, 2, 1), teacher__policy=str(tmp_path / "teacher"))
+    own = estimate_memory(small(tmp_path), architecture_from_hf(shape), {"data": 1, "fsdp": 2, "tensor": 1})
+    assert counted["teacher"] == own["parameters"] / 2  # those are kept in float32
+    assert peak_memory(counted) == peak_memory(plain) + counted["teacher"]
+    assert "teacher" in memory_line(counted) and "teacher" not in plain
+
+
+def test_teacher_that_is_not_on_this_machine_has_the_size_of_its_name(tmp_path):
+    counted = estimate(tmp_path, (1, 2, 1), teacher__policy="meta-llama/Llama-3.1-8B")
+    assert counted["teacher"] == pytest.approx(8.03e9 * 2 / 2, rel=0.01)  # bfloat16, on two devices
 
 
 def test_moments_from_the_host_are_the_larger(tmp_path):

@@ -206,7 +206,6 @@ def test_long_phases_are_announced(tmp_path, capsys):
     assert capsys.readouterr().err == "reading the kept trajectories\ndrawing the figures\n"
 
 
-@pytest.mark.timeout(120)
 def test_many_long_runs_make_small_figures(tmp_path):
     """A page of 25 of them stays below 5 MB."""
     folders = []

@@ -98,6 +98,20 @@ class Counting:
         return self.index.search(queries, k)
 
 
+class Held(Counting):
+    """An index whose searches end when `go_on` is set."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.go_on = threading.Event()
+
+    def search(self, queries, k):
+        self.batches.append((len(queries), k))
+        self.queries += queries
+        self.go_on.wait()
+        return self.index.search(queries, k)
+
+
 @contextmanager
 def served(app, max_connections=100, seconds=30.0, loop="auto"):
     """(host, port) of a server over a real socket, with the service's own limits of connections."""

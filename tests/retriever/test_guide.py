@@ -12,6 +12,10 @@ from retriever.indexes.faiss_build import vector_bytes
 from retriever.indexes.faiss_gpu import NORM_BYTES, WORKSPACE
 from retriever.options import make_parser, parse
 from retriever.service.assembly import load
+from retriever.service.limits import Limits
+from retriever.service.middleware import BodyLimit
+from retriever.service.protocol import MAX_HEAD
+from retriever.service.search_engine import MAX_QUERY_LENGTH
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "retriever.md").read_text(encoding="utf-8")
@@ -40,6 +44,22 @@ def test_documented_options_exist():
     assert len(named) > 25
     others = {"--retry", "--retry-all-errors", "--output"}  # curl, scripts/download.py
     assert named - existing == others
+
+
+def test_documented_limits_are_the_defaults():
+    """Of the options, and of services that are made without them."""
+    options, limits = parse(["--corpus_path", "c", "--index_path", "i"]), Limits()
+    sizes = [MAX_HEAD // 2**10, limits.max_body // 2**20, limits.max_bodies // 2**20]
+    assert f"| head, body, all bodies | {sizes[0]} KiB, {sizes[1]} MB, {sizes[2]} MB |" in TEXT
+    assert f"| queries of a request | `--max_queries` ({limits.max_queries}) |" in TEXT
+    assert f"| queries × documents | `--max_results` ({limits.max_results:,}); more get 422 |" in TEXT
+    assert f"| characters of a query | {MAX_QUERY_LENGTH:,}; longer ones are cut" in TEXT
+    assert f"`--request_seconds` ({limits.request_seconds:g})" in TEXT
+    assert f"`--max_connections` ({options.max_connections})" in TEXT
+    for name in ("max_batch", "max_queue", "max_queries", "max_results", "request_seconds"):
+        assert getattr(options, name) == getattr(limits, name), name
+    body_limit = BodyLimit(None, limits.max_body)
+    assert (body_limit.max_bodies, body_limit.seconds) == (limits.max_bodies, limits.request_seconds)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +164,6 @@ def test_invalid_model_is_refused(tmp_path):
     assert RECIPES["bge"].passage_prefix == ""
 
 
-@pytest.mark.timeout(40)  # the hub's own client tries for more than a minute
 @pytest.mark.parametrize("offline", [False, True])
 def test_unreachable_hub_is_reported_at_once(monkeypatch, tmp_path, offline):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -246,6 +246,18 @@ def test_missing_devices_are_named(tmp_path, corpus, devices):
 def reranker(tmp_path_factory):
     folder = tiny_cross_encoder(tmp_path_factory.mktemp("cross"), " ".join(NAMES).split())
     return Reranker(str(folder), batch_size=3)
+
+
+@pytest.mark.parametrize(("has_gpu", "dtype"), [(False, "float32"), (True, "float16")])
+def test_weights_are_halved_on_a_gpu_alone(reranker, encoder, monkeypatch, has_gpu, dtype):
+    """Few CPUs compute in half precision, and then slowly."""
+    torch, library = pytest.importorskip("torch"), pytest.importorskip("sentence_transformers")
+    monkeypatch.setattr(library, "CrossEncoder", partial(library.CrossEncoder, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    weights = list(Reranker(reranker.model)._encoder.model.parameters())
+    assert {weight.dtype for weight in weights} == {getattr(torch, dtype)}
+    if encoder._model.device.type == "cpu":
+        assert {weight.dtype for weight in encoder._model.parameters()} == {torch.float32}
 
 
 def test_reranker_keeps_the_best_first(index, reranker):

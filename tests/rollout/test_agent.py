@@ -5,13 +5,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from loop_fakes import DOCUMENT, EOS, QUESTION
+from loop_fakes import DOCUMENT, EOS, QUESTION, ScriptedSampler, context_of
 
 from calibadv_jax.config import PromptConfig
-from calibadv_jax.core.errors import QueryRefused, UserError
+from calibadv_jax.core.errors import QueryRefused, RequestFailed, UserError
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import INVALID_ACTION, QUERY_REFUSED
 from calibadv_jax.core.trajectory import Document
+from calibadv_jax.rollout.agent import run_trajectory, turn_seed
 
 SEARCH = "<think> a </think>\n<search> ann </search>"
 ANSWER = "<think> b </think>\n<answer> Ann </answer>"
@@ -58,6 +59,49 @@ def test_same_seed_gives_the_same_trajectory(loop):
     np.testing.assert_array_equal(first.response_ids, second.response_ids)
     loop(SEARCH, ANSWER, seed=6)
     assert not set(sampled_seeds(loop)) & set(seeds)
+
+
+def test_seed_of_a_turn_depends_on_its_whole_place():
+    """The numbers are fixed: another seed would change every run."""
+    assert turn_seed(0, "q7", 0, 0) == 3388467469
+    places = [(1, "q7", 0, 0), (0, "q8", 0, 0), (0, "q7", 1, 0), (0, "q7", 0, 1), (0, "q7", 10, 0)]
+    seeds = {turn_seed(*place) for place in places}
+    assert len(seeds) == 5 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_turns_are_shown_before_and_after_their_observation(loop, byte_tokenizer):
+    """A reader sees the search before its documents come; the counts of work grow meanwhile."""
+    shown = []
+
+    def watch(turn, is_observed):
+        shown.append((turn.kind, is_observed, turn.observation_text != "", dict(context.work)))
+
+    sampler = ScriptedSampler(byte_tokenizer, lambda _, turn: (SEARCH, "prose", ANSWER)[turn])
+    context = context_of(sampler, byte_tokenizer, on_invalid="retry")
+    context = dataclasses.replace(context, watch=watch)
+    asyncio.run(run_trajectory(context, QUESTION, 0, 0, "s"))
+    lengths = np.cumsum([len(completion.token_ids) for completion in sampler.written["s"]]).tolist()
+    assert shown == [
+        ("search", False, False, {"tokens": lengths[0]}),
+        ("search", True, True, {"tokens": lengths[0], "searches": 1}),
+        ("invalid", False, False, {"tokens": lengths[1], "searches": 1}),
+        ("invalid", True, True, {"tokens": lengths[1], "searches": 1}),
+        ("answer", False, False, {"tokens": lengths[2], "searches": 1}),
+    ]
+
+
+@pytest.mark.parametrize("failing_turn", [0, 1])
+def test_failed_service_leaves_the_turns_before(byte_tokenizer, failing_turn):
+    def speak(_, turn):
+        if turn == failing_turn:
+            raise RequestFailed("sampler", "no\n worker")
+        return SEARCH
+
+    sampler = ScriptedSampler(byte_tokenizer, speak)
+    trajectory = asyncio.run(run_trajectory(context_of(sampler, byte_tokenizer), QUESTION, 2, 0, "s"))
+    assert trajectory.error == "sampler: no worker"
+    assert kinds(trajectory) == ["search"] * failing_turn
+    assert (trajectory.index, trajectory.answer, sampler.released) == (2, None, ["s"])
 
 
 def test_final_search_is_read_but_not_executed(loop):

@@ -208,8 +208,8 @@ def test_trajectory_has_a_time_limit(byte_tokenizer):
     def delay(session, turn):
         return 3600.0 if session == "step4/2/0" and turn else 0.0
 
-    groups, errors = collect_failing(byte_tokenizer, GONE, delay=delay, time_limit=0.3)
-    assert errors[2][0] == "time: not finished within rollout.time_limit=0.3 s"
+    groups, errors = collect_failing(byte_tokenizer, GONE, delay=delay, time_limit=1.5)
+    assert errors[2][0] == "time: not finished within rollout.time_limit=1.5 s"
     assert len(groups[2].failed[0].turns) == 1
     assert [len(group.trajectories) for group in groups] == [3, 3, 2]
 
@@ -324,7 +324,7 @@ def closings(rollouts):
 def drawn_seeds(rollouts, *numbers):
     with rollouts:
         for future in [rollouts.begin(number, QUESTIONS[0]) for number in numbers]:
-            assert [trajectory.answer for trajectory in future.result(30).trajectories] == ["Ann", "Ann"]
+            assert [trajectory.answer for trajectory in future.result().trajectories] == ["Ann", "Ann"]
     return sorted(sampling.seed for *_, sampling in rollouts.context.sampler.calls)
 
 
@@ -341,7 +341,7 @@ def test_evaluation_changes_settings_of_its_own_rollouts(open_rollouts):
     progress, of_evaluation = rollouts.progress(), rollouts.progress(of_evaluation=True)
     with rollouts:
         groups = rollouts.collect(QUESTIONS[:1] * 3, "eval", 0, temperature=0.25, group_size=1)
-        rollouts.begin(0, QUESTIONS[0]).result(30)
+        rollouts.begin(0, QUESTIONS[0]).result()
     assert [len(group.trajectories) for group in groups] == [1, 1, 1]
     temperatures = [sampling.temperature for *_, sampling in rollouts.context.sampler.calls]
     assert temperatures == [0.25] * 3 + [1.0] * 2
@@ -385,11 +385,10 @@ def test_failing_close_keeps_nothing_else_open(open_rollouts, ending):
 
 
 def test_end_cancels_what_is_running(open_rollouts):
-    begun = time.monotonic()
-    rollouts = open_rollouts(delay=lambda *_: 60.0)
+    rollouts = open_rollouts(delay=lambda *_: 3600.0)
     with rollouts:
         future = rollouts.begin(0, QUESTIONS[0])
         while not rollouts.context.sampler.calls:
             time.sleep(0.01)
-    assert future.cancelled() and time.monotonic() - begun < 30
+    assert future.cancelled()
     assert len(rollouts.context.sampler.released) == 2

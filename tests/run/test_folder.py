@@ -1,6 +1,7 @@
 """The folder of a run: which changes a start may make, and what a failed start leaves there."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,12 +15,63 @@ from safetensors.numpy import save_file
 from calibadv_jax.config import Config, dump_config
 from calibadv_jax.config.kept import add_start, newest_start
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.run.folder import SERVICE_FILE, check_service
+from calibadv_jax.run.folder import MAX_CELL, SERVICE_FILE, check_service, holds_training
 
 
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path)
+
+
+def test_first_start_keeps_config_policy_and_tokenizer(run):
+    assert run() == ""
+    start = newest_start(run.folder)
+    assert start.path == run.folder / "configs/0.yaml"
+    assert start.config["learner"]["steps"] == 10
+    assert {"data.content", "policy.config", "policy.vocabulary"} <= start.identity.keys()
+    assert json.loads((run.folder / "policy/config.json").read_text()) == {"model_type": "qwen2"}
+    assert (run.folder / "policy/tokenizer.json").read_text() == "{}"
+    assert not holds_training(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        ("checkpoints/3/extra/metadata", "{}", True),
+        ("metrics.jsonl", '{"step": 1}\n', True),
+        ("metrics.jsonl", "", False),
+        ("rollouts/step_1.parquet", "", True),
+        ("rollouts/notes.txt", "", False),
+        ("checkpoints/notes.txt", "", False),
+    ],
+)
+def test_trained_steps_make_a_run(tmp_path, path, text, expected):
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(text)
+    assert holds_training(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (3, ""),
+        (4, "1 step is trained again: the newest checkpoint is that of step 3 (checkpoint.every)"),
+        (6, "3 steps are trained again: the newest checkpoint is that of step 3 (checkpoint.every)"),
+    ],
+)
+def test_steps_after_the_newest_checkpoint_are_counted(run, steps, words):
+    with_checkpoint(run)
+    trained(run, steps)
+    assert run() == words
+
+
+def test_long_values_are_cut_in_the_table(run):
+    with_checkpoint(run)
+    fits, long = "x" * MAX_CELL, "y" * (MAX_CELL + 1)
+    table = run(f"data.train={fits}", "checkpoint.allow_change=[data.train]")
+    assert fits in table
+    table = run(f"data.train={long}", "checkpoint.allow_change=[data.train]")
+    assert f"{'y' * (MAX_CELL - 4)}… " in table and long not in table
 
 
 CHANGED = (

@@ -22,6 +22,7 @@ from run_folder_rig import (
 )
 
 from calibadv_jax.config import Config, dump_config, load_config
+from calibadv_jax.config.trust import Trust
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.run.fingerprints import ADAPTERS, REFERENCE, check_processes_agree
@@ -308,6 +309,7 @@ def compared(folder, *keys, questions=QUESTIONS, hidden_size=4):
         ([PATH, LORA], {"scale": 2.0}, "policy.weights"),
         ([PATH, LORA, KL, "policy.lora.init_from={}"], {"adapters": 2.0}, "policy.adapters"),
         ([JUDGED], {"prompt": "Judge mildly."}, "reward.judge.content"),
+        (["teacher.policy={}/hf"], {"scale": 2.0}, "teacher.content"),
         ([CALCULATOR], {"purpose": "guess a number"}, "tools.content"),
         ([CALCULATOR], {"may_be_empty": True}, "tools.content"),
     ],
@@ -455,9 +457,10 @@ def test_tool_server_may_move_but_not_change(run, monkeypatch, moved, goes_on):
         assert "accepted" in run(moved) and "refused" not in run(served("http://a/mcp"))
     else:
         assert refuses(run, "another experiment: tools changed", moved)
-    config = load_config(run.folder / "configs/0.yaml", [])
+    trust = Trust(is_given=True)
+    config = load_config(run.folder / "configs/0.yaml", [], trust=trust)
     (run.folder / "sft.yaml").write_text(dump_config(config))
-    cold = load_config(run.folder / "configs/0.yaml", [moved])
+    cold = load_config(run.folder / "configs/0.yaml", [moved], trust=trust)
     with nullcontext() if goes_on else pytest.raises(UserError, match=r"other settings \(tools\)"):
         check_cold_start(cold)
 

@@ -1,13 +1,15 @@
-"""The state of a run between its steps: what a stop, a rollback or a full disk leaves to the next start."""
+"""The state of a run between its steps: start, step, save and end, and what these leave to the next start."""
 
 import errno
 import shutil
+from contextlib import nullcontext
 
 import jax
 import numpy as np
 import pytest
 from trainer_rig import (
     GUARDED,
+    QUESTIONS,
     Collapsing,
     ScriptedRollouts,
     checkpoints,
@@ -15,13 +17,141 @@ from trainer_rig import (
     make_state,
     rows,
     run,
+    write_group,
 )
 
+from calibadv_jax.advantages.estimators import compute_advantages
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.rewards.score import score_groups
+from calibadv_jax.snapshots.checkpoint import note_rollback, read_rollback
 
 pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 
 ROLLBACK = GUARDED | {"action": "rollback"}
+
+
+def trained(state, *numbers):
+    """Train on groups of these numbers, a step for each, and return the results."""
+    results = []
+    for number in numbers:
+        groups, advantages = scored(state.config, [number])
+        results.append(state.train_on(groups, advantages))
+    return results
+
+
+def scored(config, numbers):
+    groups = [write_group(number, QUESTIONS[number % len(QUESTIONS)]) for number in numbers]
+    groups = score_groups(groups, config.reward, np.random.default_rng(0))
+    return groups, compute_advantages(groups, config.advantage)
+
+
+def test_fresh_state_forgets_the_rollback_of_an_earlier_run(tmp_path):
+    """Its checkpoints are gone, and so is what they would be compared with."""
+    note_rollback(tmp_path, 3, 2)
+    state = make_state(make_config(tmp_path, run={"seed": 5}), tmp_path)
+    assert (state.step, state.guards.rollbacks, state.seed) == (0, 0, 5)
+    assert read_rollback(tmp_path) == {}
+
+
+def test_step_counts_once_its_groups_are_trained(tmp_path):
+    rollouts = ScriptedRollouts()
+    state = make_state(make_config(tmp_path), tmp_path, rollouts)
+    before = jax.device_get(state.learner_state["params"])
+    (result,) = trained(state, 0)
+    assert state.step == 1
+    assert state.learner_state is result.state
+    assert int(state.learner_state["updates"]) == 1
+    assert state.publish() == {}
+    (version, params) = rollouts.loaded[-1]
+    assert version == 1
+    np.testing.assert_equal(params, jax.device_get(state.learner_state["params"]))
+    assert any(np.any(old != new) for old, new in zip(*map(jax.tree.leaves, (before, params)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("every", "bad_steps", "saved"),
+    [
+        (1, (), [1, 2, 3, 4, 5]),
+        (2, (), [2, 4, 5]),
+        (0, (), [5]),
+        (2, (4,), [2, 5]),  # a guard doubts step 4
+        (2, (5,), [2, 4, 5]),  # the last step is saved nevertheless
+    ],
+)
+def test_steps_are_saved_when_due(tmp_path, every, bad_steps, saved):
+    config = make_config(tmp_path, learner={"steps": 5}, checkpoint={"every": every, "keep": 9})
+    state = make_state(config, tmp_path)
+    for step in range(1, 6):
+        trained(state, step)
+        state.guards._streaks["numbers"] = int(step in bad_steps)
+        state.save_if_due()
+    state.checkpoints.wait()
+    assert state.checkpoints.steps() == saved
+    state.checkpoints.close()
+
+
+def test_restored_state_is_the_saved_one(tmp_path):
+    config = make_config(tmp_path)
+    with make_state(config, tmp_path) as state:
+        trained(state, 0, 1, 2)
+        state.guards.last_good_step = 2
+        expected = jax.device_get(state.learner_state)
+    again = make_state(config, tmp_path)
+    assert (again.step, again.guards.last_good_step) == (3, 2)
+    np.testing.assert_equal(jax.device_get(again.learner_state), expected)
+    assert again.questions.get_state() == state.questions.get_state()
+
+
+@pytest.mark.parametrize("failure", [None, ValueError("a fault")])
+def test_end_saves_the_last_complete_step_once(tmp_path, failure):
+    ending = pytest.raises(ValueError, match="a fault") if failure else nullcontext()
+    with ending, make_state(make_config(tmp_path, checkpoint={"every": 2, "keep": 9}), tmp_path) as state:
+        trained(state, 0, 1)
+        state.save_if_due()
+        trained(state, 2)
+        if failure:
+            raise failure
+    assert checkpoints(tmp_path) == [2, 3]
+    with make_state(make_config(tmp_path), tmp_path) as state:
+        pass
+    assert checkpoints(tmp_path) == [2, 3]
+
+
+def test_end_after_a_failed_or_diverged_update_saves_nothing(tmp_path):
+    with make_state(make_config(tmp_path / "a"), tmp_path / "a") as state:
+        trained(state, 0)
+        state.learner_state = {}  # as in the middle of an update, which has taken the old state
+    assert checkpoints(tmp_path / "a") == []
+    with make_state(make_config(tmp_path / "b"), tmp_path / "b") as state:
+        trained(state, 0)
+        state.guards.is_broken = True
+    assert checkpoints(tmp_path / "b") == []
+
+
+def test_reason_of_a_stop_names_what_is_saved(tmp_path):
+    state = make_state(make_config(tmp_path), tmp_path)
+    assert state.why_stopped() == "stopped by guards.action; the state is saved: see the warnings above"
+    state.guards.is_broken = True
+    diverged = "diverged (see the warning above) and is not saved"
+    assert state.why_stopped() == f"step 0 {diverged}: no checkpoint was saved"
+    trained(state, 0)
+    state.save()
+    state.checkpoints.wait()
+    trained(state, 1)
+    assert state.why_stopped() == f"step 2 {diverged}: the newest checkpoint is of step 1"
+    state.checkpoints.close()
+
+
+def test_rollback_without_a_good_checkpoint_is_refused(tmp_path):
+    state = make_state(make_config(tmp_path, checkpoint={"every": 1, "keep": 1}), tmp_path)
+    trained(state, 0, 1, 2)
+    state.save()
+    state.guards.last_good_step = 2
+    with pytest.raises(UserError, match="collapsed at step 3, and no checkpoint .* last good step 2; raise"):
+        state.roll_back()
+    assert read_rollback(tmp_path) == {}
+    assert checkpoints(tmp_path) == [3]
+    state.checkpoints.close()
 
 
 def test_stop_between_the_groups_of_a_step_begins_all_of_them_again(tmp_path):

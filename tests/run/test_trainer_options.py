@@ -43,6 +43,7 @@ pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 
 RATE = OptimizerConfig(lr=0.05, schedule="constant")
 LEARNER = {"steps": 4, "pack_length": 16, "microbatch_rows": 8, "row_widths": 1, "optimizer": RATE}
+RESTS = {"rest_after": 2, "rest_for": 2, "rest_share": 0.5}
 CURRICULUM = {"shuffle": False, "rest_below": 0.2, "rest_above": 0.9}
 
 
@@ -93,6 +94,7 @@ RUNS = {  # of four steps: config, rollouts, and the group at which a start of t
     "tips": (partial(probed_config, advantage={"name": "tips"}, shares=False), ScriptedRollouts, 5),
     "tied": (tied_config, SomeTied, 10),
     "curriculum": (partial(tied_config, **CURRICULUM), SomeTied, 8),
+    "long rests": (partial(tied_config, **CURRICULUM, **RESTS), SomeTied, 8),
 }
 
 
@@ -276,6 +278,13 @@ def test_curriculum_compares_with_the_largest_reward(whole, tmp_path):
         config = replace(tied_config(folder, **CURRICULUM), reward=RewardConfig(answer))
         assert run(config, SomeTied(), folder).begun == rollouts.begun
         assert [row["rollout/resting_questions"] for row in rows(folder)] == [3, 4, 0, 1]
+
+
+def test_question_rests_once_it_taught_nothing_in_two_epochs(whole):
+    """q2 is right throughout in the first epoch (group 2) and wrong throughout in the second (group 9)."""
+    folder, rollouts = whole("long rests")
+    assert rollouts.begun[9] == (9, "q2")
+    assert [row["rollout/resting_questions"] for row in rows(folder)] == [0, 0, 0, 1]
 
 
 class AnotherScore(ProcessGroup):

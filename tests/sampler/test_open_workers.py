@@ -11,6 +11,7 @@ from trainer_rig import make_config
 from calibadv_jax.config import SamplerConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.distributed.process_group import ProcessGroup
 from calibadv_jax.run.wiring import open_services
 from calibadv_jax.sampler import rollout_workers
 from calibadv_jax.sampler.rollout_workers import VllmWorkerProcess, open_workers
@@ -52,6 +53,27 @@ def test_worker_has_its_devices_log_and_options(events):
     assert [worker.environment for worker in workers] == devices
     expected = "--model model --flavour cpu --dtype float32 --max_model_len 512 --max_num_seqs 9 --x"
     assert all(worker.command[3:] == expected.split() for worker in workers)
+
+
+class Second(ProcessGroup):
+    """The second of two processes, whose main process starts no retriever."""
+
+    process_index, process_count, is_main = 1, 2, False
+
+    def run_on_main_and_broadcast(self, name, function):
+        return ""
+
+
+def test_second_process_starts_its_own_workers(events, tmp_path):
+    """With numbers, logs and devices that no worker of the first process has."""
+    sampler = {"name": "vllm", "workers": 4, "worker_devices": ["0", "1", "2,3", "4"]}
+    retriever, loss = {"url": NO_RETRIEVER_URL}, {"importance_cap": 2.0}
+    config = make_config(tmp_path, sampler=sampler, retriever=retriever, loss=loss)
+    with open_services(config, tmp_path, Second()) as (_, urls):
+        assert urls == ["http://vllm_worker_2", "http://vllm_worker_3"]
+    workers = [worker for method, worker in events if method == "start"]
+    assert [worker.name for worker in workers] == ["vLLM worker 2", "vLLM worker 3"]
+    assert [worker.environment for worker in workers] == [{"CUDA_VISIBLE_DEVICES": d} for d in ("2,3", "4")]
 
 
 def test_failed_start_stops_all_workers(events):

@@ -27,6 +27,41 @@ def test_filters_keep_the_best_tokens(top_p, top_k, allowed):
     np.testing.assert_allclose(logprobs, np.asarray(logits)[0, np.asarray(tokens)], atol=1e-6)
 
 
+FOUR = np.array([0.5, 0.3, 0.15, 0.05])
+
+
+@pytest.mark.parametrize("with_other_rows", [False, True])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k", "allowed"),
+    [
+        # Probabilities at temperature 2: 0.38, 0.29, 0.21, 0.12; at temperature 0.5: 0.68, 0.25, 0.06, 0.01.
+        (1.0, 0.7, 0, {0, 1}),
+        (2.0, 0.7, 0, {0, 1, 2}),
+        (2.0, 0.6, 0, {0, 1}),
+        (0.5, 0.6, 0, {0}),
+        (2.0, 1.0, 3, {0, 1, 2}),
+        (2.0, 0.7, 2, {0, 1}),
+        (2.0, 0.5, 3, {0, 1}),
+        (0.0, 0.7, 3, {0}),
+    ],
+)
+def test_nucleus_is_that_of_the_temperature(temperature, top_p, top_k, allowed, with_other_rows):
+    """Also where other rows have other settings, and where both filters are on."""
+    logits = jnp.log(jnp.asarray(FOUR, jnp.float32))[None].repeat(400, 0)
+    rows = arguments(logits, top_p, top_k, temperature)
+    if with_other_rows:
+        others = arguments(logits, 0.3, 1, 7.0)
+        rows = tuple(
+            jnp.stack(pair, 1).reshape(800, *pair[0].shape[1:]) for pair in zip(rows, others, strict=True)
+        )
+    tokens, logprobs = sample_tokens(*rows, filtered=True)
+    step = 2 if with_other_rows else 1
+    tokens, logprobs = np.asarray(tokens)[::step], np.asarray(logprobs)[::step]
+    assert set(tokens.tolist()) == allowed
+    scaled = FOUR ** (1 / (temperature or 1.0))
+    np.testing.assert_allclose(logprobs, np.log(scaled / scaled.sum())[tokens], atol=1e-5)
+
+
 def test_filter_compares_logits_that_it_sorts():
     check_filter(jax.devices()[0])
 

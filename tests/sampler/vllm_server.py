@@ -26,7 +26,7 @@ class Server:
         reply: status and body instead of a completion.
         changes: fields of a completion that are replaced.
         errors: by route, messages of replies with status 500.
-        delays: by route, seconds before a reply.
+        holds: by route, a coroutine function that is awaited before a reply.
     """
 
     def __init__(self, script=SCRIPT, cuts=(), overshoot=0):
@@ -34,7 +34,7 @@ class Server:
         self.requests, self.routes, self.label = [], [], ""
         self.gate, self.waiting = asyncio.Event(), 0
         self.gate.set()
-        self.reply, self.changes, self.errors, self.delays = None, {}, {}, {}
+        self.reply, self.changes, self.errors, self.holds = None, {}, {}, {}
 
     def fail(self, route, message, times=None):
         self.errors[route] = itertools.repeat(message, *([] if times is None else [times]))
@@ -74,7 +74,8 @@ class Server:
 
     async def control(self, request):
         self.routes.append(request.path)
-        await asyncio.sleep(self.delays.get(request.path, 0))
+        if request.path in self.holds:
+            await self.holds[request.path]()
         if message := next(self.errors.get(request.path, iter(())), None):
             return web.json_response({"error": {"message": message}}, status=500)
         if request.path == "/finish_weight_update" and request.can_read_body:

@@ -42,7 +42,7 @@ def run(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
         )
         called = calls.read_text().splitlines()
         return done, [line.rpartition(" -m ")[2].split(" tests/")[0] for line in called]

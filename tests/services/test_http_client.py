@@ -125,11 +125,22 @@ def test_retries_end_with_patience_or_bad_replies(monkeypatch, patience, failure
 
 
 def test_reply_counts_more_than_a_failed_look():
-    async def look():
-        await asyncio.sleep(0.2)
-        raise AWAY
+    async def run():
+        is_asked, is_answered = asyncio.Event(), asyncio.Event()
 
-    assert asyncio.run(http_client.wait_with_health_check(asyncio.sleep(0.1, "reply"), look, 0.01)) == "reply"
+        async def answer():
+            await is_asked.wait()
+            is_answered.set()
+            return "reply"
+
+        async def look():
+            is_asked.set()
+            await is_answered.wait()
+            raise AWAY
+
+        return await http_client.wait_with_health_check(answer(), look, 0.01)
+
+    assert asyncio.run(run()) == "reply"
 
 
 @pytest.mark.parametrize("status", [301, 302, 307])

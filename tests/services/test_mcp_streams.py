@@ -34,13 +34,16 @@ def write_tools(folder, **schemas):
 def config(tmp_path):
     write_tools(tmp_path, say=SCHEMA)
     command = shlex.join([sys.executable, "-S", str(SERVER), str(tmp_path)])
-    return McpConfig(command=command, timeout=20, patience=20)
+    return McpConfig(command=command, timeout=250, patience=20)
 
 
-def results(action, *lines):
-    """What calls at the same time bring: a text, or the error."""
+def results(action, *lines, timeout=None):
+    """What calls at the same time bring: a text, or the error. `timeout`: of the calls, in seconds."""
 
     async def ask():
+        if timeout is not None:
+            connection = await action._server._connected()
+            connection._config = replace(connection._config, timeout=timeout)
         calls = [action.call({"text": line}) for line in lines]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         await action.close()
@@ -60,8 +63,8 @@ UNREADABLE = [
 
 def test_unreadable_reply_fails_its_call_alone(config, monkeypatch):
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
-    (action,) = mcp_tools.mcp_actions(replace(config, timeout=4), 0)
-    *failed, good = results(action, *UNREADABLE, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00")
+    (action,) = mcp_tools.mcp_actions(config, 0)
+    *failed, good = results(action, *UNREADABLE, RESULT % "\\\\ud83d \\ud83d\\ud83d\\ude00", timeout=4)
     for failure in failed:
         assert type(failure) is RequestFailed and failure.service == "say" and str(failure).isprintable()
     assert good == "\\ud83d \ufffd\U0001f600"  # of half an emoji and a whole one
@@ -179,7 +182,7 @@ def test_bad_reply_over_http_fails_its_call_alone(monkeypatch, kind):
         return outcomes
 
     with serving(Server) as url:
-        (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=20, patience=20), 0)
+        (action,) = mcp_tools.mcp_actions(McpConfig(url=f"{url}/mcp", timeout=250, patience=20), 0)
         emoji, long, good = asyncio.run(ask(action))
     assert type(long) is RequestFailed and good.text == "fine"
     assert Server.openings == 2  # one for the tools, and one for the calls

@@ -3,7 +3,6 @@
 import asyncio
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -26,7 +25,7 @@ from mcp_server import server as served
 @pytest.fixture
 def server(monkeypatch):
     """A server of the package in this process: its config, and its actions by name."""
-    config = McpConfig(command="in process", timeout=20)
+    config = McpConfig(command="in process", timeout=250)
     monkeypatch.setattr(mcp_tools, "_client", lambda *_: mcp.Client(served, cache=None))
     return config, {action.name: action for action in mcp_tools.mcp_actions(config, 0)}
 
@@ -53,8 +52,8 @@ def test_servers_tools_are_actions(server):
 def test_slow_tool_fails_its_trajectory_only(server, monkeypatch):
     config, actions = server
     monkeypatch.setattr(http_client, "BAD_REPLIES", 1)
-    timed = replace(config, timeout=0.5, patience=1)
-    slow, quick = call_in_one_connection(timed, actions["slow_one"], '{"seconds": 60}', '{"seconds": 0}')
+    bodies = '{"seconds": 3600}', '{"seconds": 0}'
+    slow, quick = call_in_one_connection(config, actions["slow_one"], *bodies, timeouts=(0.5, 250))
     assert isinstance(slow, RequestFailed) and slow.service == "slow_one"
     assert "no reply within 0.5 s" in str(slow) and quick.text == "late"
 

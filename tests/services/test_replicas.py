@@ -160,8 +160,10 @@ def test_all_away_is_patience_and_then_an_error(services):
         run(ask(client, 1))
 
     async def recover():
+        asked = [len(service.queries) for service in services]
         waiting = asyncio.create_task(ask(client, 8))
-        await asyncio.sleep(0.4)
+        while any(len(service.queries) == count for service, count in zip(services, asked, strict=True)):
+            await asyncio.sleep(0.01)
         assert not waiting.done()
         for service in services:
             service.status = service.health = 200
@@ -306,8 +308,10 @@ def test_replica_that_is_away_may_come_back_with_the_agreed_index(make):
             while second.checks < checks + 2:
                 await asyncio.sleep(0.01)
             first.manifest, second.manifest = EXCHANGED, OURS
+            asked = len(first.queries)
             waiting = asyncio.create_task(ask(client, 4))
-            await asyncio.sleep(0.1)
+            while len(first.queries) == asked:
+                await asyncio.sleep(0.01)
             second.status = second.health = 200
             return await waiting
 
@@ -322,8 +326,10 @@ def test_foreign_service_is_compared_after_outage(make):
 
         async def come_back(manifest):
             service.status = 503
+            asked = len(service.queries)
             waiting = asyncio.create_task(ask(client, 5))
-            await asyncio.sleep(0.1)
+            while len(service.queries) == asked:
+                await asyncio.sleep(0.01)
             service.manifest, service.status = manifest, 200
             return await waiting
 

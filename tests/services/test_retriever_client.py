@@ -75,7 +75,7 @@ def test_query_that_comes_whenever_is_answered(server):
     async def ask_all():
         await asyncio.gather(*map(ask, range(8)))
 
-    with client_of(server, timeout=2.0) as (client, run):
+    with client_of(server, timeout=60.0) as (client, run):
         run(ask_all())
 
 
@@ -194,7 +194,7 @@ def test_cancelled_search_leaves_the_request_to_others(server):
         ((document,),) = await second
         return document.id, first.cancelled()
 
-    with client_of(server, timeout=2.0) as (client, run):
+    with client_of(server, timeout=60.0) as (client, run):
         assert run(ask(client)) == ("b", True)
     assert [body["queries"] for body in server.requests] == [["a", "b"]]
 

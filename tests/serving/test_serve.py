@@ -32,7 +32,7 @@ def as_role(content, role="user"):
 
 
 def client_of(agent, key="none"):
-    return openai.OpenAI(base_url=f"{agent.url}/v1", api_key=key, max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{agent.url}/v1", api_key=key, max_retries=0, timeout=250)
 
 
 def ask(agent, question="who wrote it?", key="none", **more):
@@ -42,13 +42,11 @@ def ask(agent, question="who wrote it?", key="none", **more):
 
 def post(agent, **fields):
     body = {"model": MODEL, "messages": [as_role("who?")]} | fields
-    return httpx.post(f"{agent.url}/v1/chat/completions", json=body, timeout=30)
+    return httpx.post(f"{agent.url}/v1/chat/completions", json=body, timeout=250)
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
+    while not condition():  # bounded by pytest's limit
         time.sleep(0.01)
 
 
@@ -324,7 +322,7 @@ def test_large_body_is_read_to_its_end(agent):
 
 
 def connected(agent, sent=b""):
-    connection = socket.create_connection(("127.0.0.1", int(agent.url.rpartition(":")[2])), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", int(agent.url.rpartition(":")[2])), timeout=250)
     connection.sendall(sent)
     return connection
 
@@ -414,8 +412,10 @@ def test_questions_beyond_the_queue_are_refused(agent):
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_leaves_frees_its_slot(stream):
     with served(slots=1, queue=0) as agent:
-        with pytest.raises(openai.APITimeoutError):
-            ask(agent, "slow?", stream=stream, timeout=0.5)
+        body = json.dumps({"model": MODEL, "messages": [as_role("slow?")], "stream": stream}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with connected(agent, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body):
+            wait_until(lambda: agent.sampler.sampled)
         wait_until(lambda: agent.sampler.released == ["serve1"] and not agent.service.attempts)
         if stream:  # in the middle
             agent.sampler.is_open = True
@@ -478,6 +478,5 @@ def test_slow_clients_lose_their_connection(agent, monkeypatch):
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
     whole = head + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
     for sent, status in ((head, b""), (whole, b"HTTP/1.1 408 ")):
-        with socket.create_connection(("127.0.0.1", int(agent.url.rpartition(":")[2])), timeout=30) as client:
-            client.sendall(sent)
+        with connected(agent, sent) as client:
             assert client.recv(len(status) or 1) == status

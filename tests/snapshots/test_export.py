@@ -20,7 +20,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.run.fingerprints import describe_policy
 from calibadv_jax.run.model import find_policy
 from calibadv_jax.snapshots.checkpoint import CheckpointStore
-from calibadv_jax.snapshots.huggingface import load_params
+from calibadv_jax.snapshots.huggingface import load_params, save_folder
 from calibadv_jax.snapshots.publish import SnapshotStore
 
 
@@ -180,8 +180,11 @@ def test_export_of_many_files_has_an_index(tiny, run, tmp_path):
     config, params = run
     export(changed(config, export={"max_shard_gib": 4000 / 2**30}))
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    direct = tmp_path / "direct"
+    save_folder(params[2], tiny.config, direct, "float32", None, max_shard_bytes=4000)
+    assert index == json.loads((direct / "model.safetensors.index.json").read_text())
     names = set(index["weight_map"].values())
-    assert len(names) > 1
+    assert 1 < len(names) < len(index["weight_map"])
     assert names == {path.name for path in (tmp_path / "hf").glob("*.safetensors")}
     assert tiny.same(load_params(tmp_path / "hf", tiny.policy, None), params[2])
 

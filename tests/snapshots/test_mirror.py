@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import re
 import shutil
 import threading
@@ -167,8 +168,8 @@ def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
         if version == 3:
             until(lambda: steps_at(url) == [2])
         if version > 4:
-            taken.wait(60)
-            threading.Event().wait(0.2)  # the copying thread needs a moment to find it out
+            taken.wait()
+            until(lambda: mirrors[0]._marker.taken_over)  # the copying thread finds it out next
 
     match = "was taken over by another start of this run \\(process [0-9]+ on "
     with pytest.raises(UserError, match=match) as ended, monkeypatch.context() as patch:
@@ -550,17 +551,31 @@ def test_end_of_a_run_names_the_missing_step(tmp_path, monkeypatch, capsys):
 
 def test_fetch_goes_on_while_files_grow(tmp_path, copied, monkeypatch):
     """For longer than STALL_SECONDS."""
-    get = DirFileSystem.get
-    monkeypatch.setattr(object_store, "STALL_SECONDS", 0.6)
-    monkeypatch.setattr(object_store, "REPORT_SECONDS", 0.2)
+    get, wait = DirFileSystem.get, object_store.wait
+    monkeypatch.setattr(object_store, "STALL_SECONDS", 3 * object_store.REPORT_SECONDS)
+    sizes, grown = queue.Queue(), queue.Queue()
 
     def get_slowly(self, objects, files):
         Path(files[0]).parent.mkdir(parents=True, exist_ok=True)
         for size in range(8):
+            sizes.put(size)
+            grown.get()
             Path(files[0]).write_bytes(b"x" * size)
-            threading.Event().wait(0.2)
+            grown.task_done()
         get(self, objects, files)
 
+    def wait_while_it_grows(futures, seconds):
+        """A report comes after each size, or after the end."""
+        while True:
+            state = wait(futures, 0.01)
+            if state.done or not sizes.empty():
+                break
+        if not state.done:
+            grown.put(sizes.get())
+            grown.join()
+        return state
+
+    monkeypatch.setattr(object_store, "wait", wait_while_it_grows)
     monkeypatch.setattr(DirFileSystem, "get", get_slowly)
     with opened(tmp_path / "b", copied).inputs() as count:
         assert count == 2

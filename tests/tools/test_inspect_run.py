@@ -53,10 +53,10 @@ def test_server_says_its_address_and_ends_with_ctrl_c(tmp_path):
         text=True,
     )
     address = process.stdout.readline().strip()
-    with urllib.request.urlopen(f"{address}data/index.json", timeout=60) as answer:
+    with urllib.request.urlopen(f"{address}data/index.json", timeout=250) as answer:
         assert answer.status == 200 and b'"steps"' in answer.read()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == 130 and "Traceback" not in errors
 
 

@@ -46,9 +46,16 @@ class DataConfig(Section):
     """Shuffle the training questions anew in every epoch."""
     rest_above: float = Field(default=1.0, ge=0, le=1)
     """Curriculum: a question whose last mean score, as a share of the largest reward, was higher is left out
-    once; 1: none. A negative score counts as 0."""
+    the next time; 1: none. A negative score counts as 0."""
     rest_below: float = Field(default=0.0, ge=0, le=1)
-    """Curriculum: a question whose last mean score was lower is left out once; 0: none."""
+    """Curriculum: a question whose last mean score was lower is left out the next time; 0: none."""
+    rest_after: PositiveInt = 1
+    """Curriculum: epochs in a row with such a score, before a question is left out."""
+    rest_for: PositiveInt = 1
+    """Curriculum: epochs in which it is then left out. After that it is asked again; one more such score
+    leaves it out again, any other score makes it a question like the others."""
+    rest_share: float = Field(default=1.0, gt=0, le=1)
+    """Curriculum: largest share of the questions that may be left out at the same time."""
 
     @property
     def has_curriculum(self) -> bool:
@@ -58,6 +65,9 @@ class DataConfig(Section):
     def _faults(self) -> Iterator[str]:
         if self.rest_below >= self.rest_above:
             yield f"rest_below is {self.rest_below:g}, but must be below rest_above ({self.rest_above:g})"
+        has_rests = self.rest_after > 1 or self.rest_for > 1 or self.rest_share < 1
+        if has_rests and not self.has_curriculum:
+            yield "rest_after, rest_for and rest_share do nothing: set rest_below or rest_above, or neither"
 
 
 @dataclass(frozen=True, config=SECTION)

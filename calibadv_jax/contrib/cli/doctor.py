@@ -16,6 +16,7 @@ import jax
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.policy import REMAINING_DEVICES
+from calibadv_jax.contrib import teacher as teaching
 from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
 from calibadv_jax.contrib.planning.known_models import find_architecture
@@ -233,6 +234,17 @@ async def _search_once(retriever: RetrieverClient, query: str) -> Sequence[Docum
         await retriever.close()
 
 
+def check_teacher(config: Config) -> list[str]:
+    """Check the vocabulary and the weights of the teacher, if there is one, or its server."""
+    teacher = config.teacher
+    if not teacher.is_on:
+        return []
+    model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
+    teaching.check_teacher(impatient(config), model)
+    place = teacher.policy or f"{teacher.model} at {teacher.url}"
+    return [f"teacher {place}: has the policy's vocabulary"]
+
+
 def check_judge(config: Config) -> list[str]:
     """Ask the judge, if there is one, for its verdict on a golden answer, and on none."""
     if not config.reward.judge.url:
@@ -301,6 +313,7 @@ CHECKS = {
     "sampler": check_sampler,
     "retriever": check_retriever,
     "judge": check_judge,
+    "teacher": check_teacher,
 }
 OFFLINE_CHECKS = {
     "calibration": describe_choices,

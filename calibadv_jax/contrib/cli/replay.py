@@ -22,6 +22,7 @@ from calibadv_jax.config.trust import Trust, add_flag
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group
 from calibadv_jax.learner.batching import Batch, Sample
+from calibadv_jax.learner.distillation import guided_samples
 from calibadv_jax.learner.learner import State
 from calibadv_jax.learner.objective import LossFunction, policy_loss
 from calibadv_jax.learner.step import learn, make_sample
@@ -126,6 +127,10 @@ def replay(kept: KeptStep, config: Config) -> Replay:
     seed = int(kept.metadata["seed"])
     groups, advantages = score_again(kept, config, random_state(seed, num_completed, "reward"))
     samples = kept_samples(groups, advantages, kept)
+    if config.teacher.is_on:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        coef = config.teacher.coef_at(num_completed)
+        samples = guided_samples(samples, trajectories, config.teacher, coef)
     state: State = {"params": {}}
     minibatch_rng = random_state(seed, num_completed, "minibatches")
     learned = learn(KeptPolicy(), state, samples, config.learner, policy_loss(config), minibatch_rng)

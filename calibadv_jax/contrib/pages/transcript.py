@@ -175,13 +175,24 @@ def _turns(
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
                 # Empty where the explanation of the group covers the turn.
-                "why": WORDS.turn(row, turn, index == last, facts, config).strip(),
+                "why": _explanation(row, turn, index == last, facts, config),
                 # The same in a few words; empty where `why` has no shorter form.
                 "brief": WORDS.turn_brief(row, turn, index == last, facts, config).strip(),
                 "flaw": flaw,
             }
         )
     return turns
+
+
+def _explanation(
+    row: RecordRow, turn: RecordRow, is_last: bool, facts: Mapping[str, Any], config: AdvantageConfig
+) -> str:
+    """Return why a turn has its advantage, and how far it is from the teacher's policy."""
+    sentences = [WORDS.turn(row, turn, is_last, facts, config).strip()]
+    teacher = turn.get("teacher_logprobs")  # older files lack the column
+    if teacher:
+        sentences.append(WORDS.teaching(float(np.mean(np.subtract(turn["logprobs"], teacher)))).strip())
+    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def _document(

@@ -54,23 +54,39 @@ def find_architecture(config: Config) -> PlannedArchitecture | None:
     return PlannedArchitecture(architecture_from_hf(hf_config, source), source)
 
 
+def find_hf_config(path: str, revision: str = "") -> tuple[dict[str, Any], str] | None:
+    """Return the fields of a model's config.json, and where they come from, without a network.
+
+    Args:
+        path: A folder, or a repository of the hub, which may end in @revision.
+        revision: Of the repository, where `path` names none; empty: main.
+
+    Returns:
+        Those of the folder, of the hub's cache, or of `known_shapes`; None where the model is not known.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return read_hf_config(folder), f"{folder}/config.json"
+    if not hub.is_repository(path):
+        return None
+    repository, _, named_revision = path.partition("@")
+    cached = try_to_load_from_cache(repository, "config.json", revision=named_revision or revision or "main")
+    if isinstance(cached, str):
+        return read_hf_config(Path(cached).parent), f"{repository} in the hub's cache"
+    shape = known_shapes().get(repository)
+    if shape is None:
+        return None
+    return dict(shape), f"{repository} in this project's table of models"
+
+
 def _hf_config(config: Config, path: str) -> tuple[dict[str, Any], str]:
     """Return the fields of config.json, and where they come from."""
     if not path:
         return dict(config.policy.init), "policy.init"
-    folder = Path(path)
-    if (folder / "config.json").is_file():
-        return read_hf_config(folder), f"{folder}/config.json"
-    if hub.is_repository(path):
-        repository, _, named_revision = path.partition("@")
-        revision = named_revision or config.policy.revision or "main"
-        cached = try_to_load_from_cache(repository, "config.json", revision=revision)
-        if isinstance(cached, str):
-            return read_hf_config(Path(cached).parent), f"{repository} in the hub's cache"
-        shape = known_shapes().get(repository)
-        if shape is not None:
-            return dict(shape), f"{repository} in this project's table of models"
-    is_made_by_the_run = folder.absolute().is_relative_to(Path(config.run.dir).absolute())
+    named = find_hf_config(path, config.policy.revision)
+    if named is not None:
+        return named
+    is_made_by_the_run = Path(path).absolute().is_relative_to(Path(config.run.dir).absolute())
     if is_made_by_the_run and config.policy.init:
         return dict(config.policy.init), f"policy.init, since {path} is not there yet"
     raise UserError(

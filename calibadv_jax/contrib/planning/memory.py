@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from calibadv_jax.config import Config, OptimizerConfig
+from calibadv_jax.contrib.planning.known_models import find_hf_config
 from calibadv_jax.learner.critic import make_critic
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, peak_elements
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.architecture import Architecture
+from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
 from calibadv_jax.policy.attention import SCORE_BYTES
 from calibadv_jax.policy.logprobs import MIN_CHUNKS
 from calibadv_jax.policy.recomputation import REMATS
@@ -103,6 +104,11 @@ def estimate_memory(
     copies_reference = not frozen or lora.init_from
     if config.keeps_initial_policy and copies_reference:
         estimate["reference policy"] = num_trained * stored_bytes
+    teacher_shape = find_hf_config(config.teacher.policy) if config.teacher.has_own_weights else None
+    if teacher_shape is not None:
+        teacher = architecture_from_hf(*teacher_shape)
+        held = _held_elements(_shapes(teacher, None).abstract_params, mesh)
+        estimate["teacher"] = sum(held.values()) * _compute_bytes(config)
     if config.sampler.name == "jax":  # vLLM's workers have their own memory
         sampler_mesh = sampling.mesh.sizes if sampling else mesh
         num_weights = sum(_held_elements(policy.abstract_params, sampler_mesh).values())

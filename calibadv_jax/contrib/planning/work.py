@@ -133,8 +133,9 @@ def step_of(config: Config, architecture: Architecture, rollouts: ExpectedRollou
     update_positions = epochs * sum(positions[count] for count in minibatches)
     num_updates = epochs * len(minibatches)
     parts = []
-    # Forward passes over a step before its update: old log-probabilities, and a reference's.
-    num_passes = policy_loss(config).recomputes + (config.loss.kl_coef > 0)
+    # Forward passes over a step before its update: old log-probabilities, those of a reference, and those of
+    # a teacher, which counts as large as the policy.
+    num_passes = policy_loss(config).recomputes + (config.loss.kl_coef > 0) + bool(config.teacher.policy)
     if num_passes:
         parts.append(costs.forward("log-probabilities", step_positions * num_passes))
     parts.append(costs.update("update", update_positions))

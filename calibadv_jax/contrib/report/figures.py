@@ -350,6 +350,11 @@ SECTIONS = {
                 metrics="actor/kl_loss",
             ),
             _figure(
+                "teacher",
+                title="Reverse KL to the teacher",
+                metrics="teacher/kl",
+            ),
+            _figure(
                 "rate",
                 title="Learning rate",
                 metrics="actor/lr",

@@ -20,6 +20,7 @@ from retriever.encoders.hashed import HashedEncoder
 from retriever.errors import RetrieverError
 from retriever.indexes import bm25 as bm25_module
 from retriever.indexes import build as build_module
+from retriever.indexes import jax as jax_index
 from retriever.indexes import progress as progress_module
 from retriever.indexes.build import build_index, embed
 from retriever.indexes.index import Index, open_index
@@ -32,6 +33,26 @@ LINE = r"encode: (\d+) of 30 \((\d+\.\d) %\), +([\d.]+) passages/s, (\d\d:\d\d) 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return people_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", 30)
+
+
+def device(platform, limit=None, in_use=0):
+    """As much of a JAX device as the check of its memory reads; a platform may report nothing."""
+    stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": in_use}
+    return SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ([device("cpu")] * 8, None),
+        ([device("cpu", 100)] * 8, None),  # simulated devices share the machine's memory
+        ([device("gpu", 100, 30)], 70),
+        ([device("gpu", 100, 30)] * 4, 280),
+        ([device("tpu")] * 4, None),
+    ],
+)
+def test_vectors_must_fit_all_devices(devices, expected):
+    assert jax_index._free_memory(devices) == expected
 
 
 def build(corpus, folder, progress=False, **options):
@@ -124,7 +145,7 @@ def test_words_are_searched_without_an_accelerator(tmp_path, corpus):
     options = ["--corpus_path", path, "--index_path", tmp_path / "i", "--retriever_name", "bm25"]
     command = [sys.executable, "-m", "retriever.build_index", *map(str, options)]
     environment = os.environ | {"JAX_PLATFORMS": "nowhere"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stderr
     assert first_id(corpus, tmp_path / "i") == "17"
 

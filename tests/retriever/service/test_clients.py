@@ -22,7 +22,7 @@ def url(index, tmp_path_factory):
 
 
 def post(url, route, body):
-    with httpx.Client(trust_env=False, timeout=60) as client:
+    with httpx.Client(trust_env=False, timeout=250) as client:
         return client.post(url + route, json=body).json()["result"]
 
 
@@ -90,7 +90,7 @@ def test_rlinf_sends_each_query_by_itself(url):
     queries = [*repeated_names(200), LONG]
 
     async def run():
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=250) as client:
 
             async def ask(query):
                 body = {"queries": [query], "topk": 1, "return_scores": False}

