@@ -48,7 +48,9 @@ def chain(tmp_path, monkeypatch):
     monkeypatch.setattr(
         quickstart.report_command,
         "write_report",
-        lambda folders, page, console: done.append(("page", list(map(str, folders)), str(page))),
+        lambda folders, page, console, is_trusted: done.append(
+            ("page", list(map(str, folders)), str(page), is_trusted)
+        ),
     )
     return config, done
 
@@ -67,7 +69,7 @@ def test_every_part_runs_once_and_the_services_end(tmp_path, chain, capsys):
         "export",
         (f"{tmp_path}/evaluation_after.json", f"{tmp_path}/hf", *on),
         "services ended",
-        ("page", [str(tmp_path)], f"{tmp_path}/report.html"),
+        ("page", [str(tmp_path)], f"{tmp_path}/report.html", True),
     ]
     report = json.loads((tmp_path / "quickstart.json").read_text())
     assert (report["before"]["0"]["all"]["f1"], report["after"]["0"]["all"]["f1"]) == (0.4, 0.7)
