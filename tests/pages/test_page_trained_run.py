@@ -11,6 +11,7 @@ import pytest
 from calibadv_jax import cli
 from calibadv_jax.commands import train
 from calibadv_jax.config import load_config
+from calibadv_jax.config.trust import FLAG, Trust
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.contrib.worlds.world import write_world
 from calibadv_jax.run.model import find_policy
@@ -83,7 +84,8 @@ def test_report_of_trained_runs(trained, grpo, page, tmp_path):
 def test_question_to_its_policy(trained):
     output = []
     logs = {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
-    config = load_config(ask.run_config(find_policy(trained)))
+    trust = Trust("ask", is_given=True)  # this run's config names a function of its own
+    config = load_config(ask.run_config(find_policy(trained)), trust=trust)
     ask.ask(config, find_policy(trained), ["who is it?"], output.append)
     assert output and output[-1].startswith(("answer", "no answer"))
     assert logs and logs == {path: path.stat().st_mtime_ns for path in trained.glob("*.log")}
@@ -92,7 +94,7 @@ def test_question_to_its_policy(trained):
 def test_its_service_runs_until_a_signal(trained):
     """Port in use, answer, SIGTERM."""
     environment = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(trained)]
+    serve = [sys.executable, "-m", "calibadv_jax", "serve", "mesh.fsdp=1", "--policy", str(trained), FLAG]
     with subprocess.Popen([*serve, "--port", "0"], **environment) as process:
         url = process.stdout.readline().strip().removesuffix("/")
         assert url, process.stderr.read()
