@@ -118,6 +118,9 @@ def judges_searches(config: AdvantageConfig) -> bool:
     Args:
         config: the section `advantage`.
 
+    Returns:
+        True for CalibAdv over any base, and for estimators that use the correctness themselves.
+
     Raises:
         UserError: as `find_estimator`.
     """

@@ -18,6 +18,10 @@ def is_guided(trajectory: Trajectory, config: TeacherConfig) -> bool:
     Args:
         trajectory: a scored trajectory.
         config: section `teacher`.
+
+    Returns:
+        With `config.guides` "failed", whether the trajectory's score, as a share of the largest one, is below
+        `config.failed_below`. True otherwise.
     """
     if config.guides == "failed":
         return trajectory.relative_score < config.failed_below

@@ -31,10 +31,13 @@ class Evidence:
 
 
 def find_evidence(trajectory: Trajectory) -> Evidence | None:
-    """Return the evidence in a trajectory's searches; None if its question names no supporting passages.
+    """Return the evidence in a trajectory's searches.
 
     Args:
         trajectory: a finished trajectory. Its searches count, refused ones too, and no other action.
+
+    Returns:
+        The evidence; None if the question names no supporting passages.
     """
     missing = set(trajectory.question.supporting_ids)
     if not missing:
@@ -60,6 +63,10 @@ def max_score(supporting_ids: Sequence[str], config: RewardConfig) -> float:
     Args:
         supporting_ids: of the question; empty if it names no supporting passages.
         config: the section `reward`.
+
+    Returns:
+        The largest answer reward, and `config.evidence` beside it if the question names passages. Neither
+        `config.overlong_penalty` nor `config.search_cost` is subtracted.
     """
     if supporting_ids:
         return config.max_score + config.evidence
