@@ -144,7 +144,7 @@ def test_rows_grow_where_probes_do_not_fit(monkeypatch, pack_length, used):
 
 
 def test_later_turns_continue_what_their_opening_began(monkeypatch):
-    """Each turn continues its own opening, that of the first turn only in the first; failed groups have no turns."""
+    """The prompt's own opening counts in the first turn alone; a failed group has no turns."""
     texts = []
 
     def noted(learner, params, samples, config):

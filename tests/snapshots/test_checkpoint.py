@@ -294,7 +294,7 @@ def test_failed_save_leaves_the_older_checkpoints(tiny, state, tmp_path, monkeyp
 
 
 def test_unfinished_rollback_keeps_the_step_that_it_went_back_to(tmp_path):
-    """The run went back to step 2, and later from step 4 to step 3; each checkpoint knows the rollbacks before it."""
+    """The run went back to step 2, and later to step 3. A checkpoint names the rollbacks before it."""
     rollbacks_before = {1: 0, 2: 0, 3: 1, 4: 1, 5: None}
     for step, count in rollbacks_before.items():
         extra = tmp_path / f"checkpoints/{step}/{checkpoint.EXTRA}/metadata"
