@@ -310,12 +310,14 @@ def test_unfinished_rollback_keeps_the_step_that_it_went_back_to(tmp_path):
     assert sorted(saved_steps(tmp_path / "checkpoints")) == [1, 2, 3]
 
 
-def test_checkpoint_of_an_attempt_that_was_given_up_goes(tmp_path):
-    """Step 3 was saved before the rollback to step 2, which did not delete it; step 4 was saved after it."""
+@pytest.mark.parametrize("is_half_deleted", [False, True])
+def test_checkpoint_of_an_attempt_that_was_given_up_goes(tmp_path, is_half_deleted):
+    """The run went back from step 3 to step 2, and was killed then; step 4 is of the next attempt."""
     for step, count in ((2, 0), (3, 0), (4, 1)):
         extra = tmp_path / f"checkpoints/{step}/{checkpoint.EXTRA}/metadata"
         extra.parent.mkdir(parents=True)
-        extra.write_text(json.dumps({"guards": {"rollbacks": count}}))
+        if step != 3 or not is_half_deleted:
+            extra.write_text(json.dumps({"guards": {"rollbacks": count}}))
     note_rollback(tmp_path, 2, 1)
     finish_rollback(tmp_path)
     assert sorted(saved_steps(tmp_path / "checkpoints")) == [2, 4]
