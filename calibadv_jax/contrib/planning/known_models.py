@@ -54,6 +54,22 @@ def find_architecture(config: Config) -> PlannedArchitecture | None:
     return PlannedArchitecture(architecture_from_hf(hf_config, source), source)
 
 
+def find_teacher_architecture(config: Config) -> Architecture:
+    """Return the architecture of a teacher that has weights of its own, without a network.
+
+    Raises:
+        UserError: The teacher is of a kind that is not supported, or nothing says what its shape is.
+    """
+    path = config.teacher.policy
+    named = find_hf_config(path)
+    if named is None:
+        raise UserError(
+            f"teacher.policy is {path}, where no config.json is, and whose shape is not known, so that the"
+            " memory that it needs cannot be counted: name the folder of a model that is there"
+        )
+    return architecture_from_hf(*named)
+
+
 def find_hf_config(path: str, revision: str = "") -> tuple[dict[str, Any], str] | None:
     """Return the fields of a model's config.json, and where they come from, without a network.
 
