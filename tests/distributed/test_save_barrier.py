@@ -60,6 +60,14 @@ def test_thread_stops_waiting_when_the_main_thread_has_ended(monkeypatch):
     ended.join()
     monkeypatch.setattr(threading, "main_thread", lambda: ended)
     monkeypatch.setattr(all_gather, "POLL_MILLISECONDS", 1)
-    barrier = SaveBarrier(KeyValueStore(), 0, 2, str)
+    notes = KeyValueStore()
+    get, polls = notes.blocking_key_value_get_bytes, iter(range(4))
+
+    def get_sometimes(key, milliseconds):
+        assert next(polls) < 3, "the thread goes on waiting"
+        return get(key, milliseconds)
+
+    monkeypatch.setattr(notes, "blocking_key_value_get_bytes", get_sometimes)
+    barrier = SaveBarrier(notes, 0, 2, str)
     with pytest.raises(threading.BrokenBarrierError):
         barrier(key="first", timeout_ms=1000)
