@@ -5,6 +5,7 @@ from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig
 from calibadv_jax.config.sections.data import ColumnsConfig, DataConfig, PromptConfig, WorldConfig
+from calibadv_jax.config.sections.groups import ContinuationsConfig, DemonstrationsConfig
 from calibadv_jax.config.sections.learner import (
     Aggregation,
     CriticConfig,
