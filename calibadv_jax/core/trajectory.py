@@ -275,6 +275,13 @@ class Group:
         return Group(question, finished, failed)
 
     @property
+    def from_prompt(self) -> Group:
+        """The group without demonstrations and continuations: what the policy does on its own."""
+        trajectories = [trajectory for trajectory in self.trajectories if trajectory.is_from_prompt]
+        failed = [trajectory for trajectory in self.failed if trajectory.is_from_prompt]
+        return Group(self.question, trajectories, failed)
+
+    @property
     def attempts(self) -> list[Trajectory]:
         """Finished and failed trajectories in the order of their indices."""
         return sorted([*self.trajectories, *self.failed], key=lambda trajectory: trajectory.index)
