@@ -265,15 +265,20 @@ def test_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, importance, kille
 
 
 def test_tied_groups_are_replaced_and_pass_rates_are_those_from_the_prompt(tmp_path):
-    """A demonstration unties a group; a question that only it solves is not too easy."""
-    data = {"rest_above": 0.3, "rest_after": 1}
+    """A demonstration unties a group; a question that only it solves is not too easy.
+
+    Of the three from the prompt none is right in group 0, and one in group 1, whose question rests.
+    """
+    data = {"rest_above": 0.2, "rest_after": 1}
     config = config_of(tmp_path / "run", continuations={}, data=data)
     config = replace(config, rollout=replace(config.rollout, dynamic_sampling=4))
     config = replace(config, demonstrations=replace(config.demonstrations, steps=1))
     config = replace(config, learner=replace(config.learner, steps=1))
     run(config, tmp_path / "run")
     row = rows(tmp_path / "run")[0]
-    assert row["group/tied"] == 0.0 and row["rollout/resting_questions"] in (0.0, 1.0)
+    assert row["demonstrations/group_share"] == 1.0
+    assert row["group/tied"] == 0.0 and row["rollout/replaced_groups"] == 0.0
+    assert row["rollout/resting_questions"] == 1.0
 
 
 # --- Starts ---
