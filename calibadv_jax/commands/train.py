@@ -34,9 +34,8 @@ from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.group_parts import GroupParts
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.runner import GroupParts, Rollouts
 from calibadv_jax.rollout_store.trajectory_table import COLUMNS, trajectory_table
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.choices import describe_choices

@@ -5,7 +5,6 @@ from calibadv_jax.config.load import dump_config, load_config, parse_config
 from calibadv_jax.config.root import Config
 from calibadv_jax.config.sections.credit import AdvantageConfig, JudgeConfig, RewardConfig
 from calibadv_jax.config.sections.data import ColumnsConfig, DataConfig, PromptConfig, WorldConfig
-from calibadv_jax.config.sections.groups import ContinuationsConfig, DemonstrationsConfig
 from calibadv_jax.config.sections.learner import (
     Aggregation,
     CriticConfig,
@@ -17,7 +16,14 @@ from calibadv_jax.config.sections.learner import (
 )
 from calibadv_jax.config.sections.policy import DistributedConfig, LoraConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import McpConfig, RolloutConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import (
+    ContinuationsConfig,
+    DemonstrationsConfig,
+    McpConfig,
+    RolloutConfig,
+    SamplerConfig,
+    ToolConfig,
+)
 from calibadv_jax.config.sections.run import (
     CheckpointConfig,
     EvaluateConfig,

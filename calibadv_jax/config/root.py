@@ -11,11 +11,17 @@ from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
 from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
-from calibadv_jax.config.sections.groups import ContinuationsConfig, DemonstrationsConfig
 from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import RETRIEVER_ACTIONS, RolloutConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import (
+    RETRIEVER_ACTIONS,
+    ContinuationsConfig,
+    DemonstrationsConfig,
+    RolloutConfig,
+    SamplerConfig,
+    ToolConfig,
+)
 from calibadv_jax.config.sections.run import (
     CheckpointConfig,
     EvaluateConfig,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from calibadv_jax.config import Config, RewardConfig
 from calibadv_jax.core.trajectory import Trajectory
 from calibadv_jax.rewards.score import score_trajectory, turn_flaws
-from calibadv_jax.rollout.group_parts import Prefix
+from calibadv_jax.rollout.agent import Prefix
 
 
 @dataclass(frozen=True)

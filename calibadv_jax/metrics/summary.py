@@ -206,7 +206,7 @@ def _group_values(groups: Sequence[Group]) -> dict[str, Sequence[float]]:
 def _demonstration_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the number and the scores of the demonstrations; nothing without any."""
     demonstrations: list[Trajectory] = []
-    sampled_scores = []  # of the other trajectories in the groups of the demonstrations
+    sampled_scores: list[float] = []  # of the other trajectories in the groups of the demonstrations
     num_groups = 0
     for group in groups:
         of_group = [trajectory for trajectory in group.trajectories if trajectory.is_demonstration]

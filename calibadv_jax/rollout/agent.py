@@ -32,7 +32,6 @@ from calibadv_jax.core.tags import (
 )
 from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
-from calibadv_jax.rollout.group_parts import Prefix
 from calibadv_jax.rollout.observation import (
     Observations,
     cut_early,
@@ -88,6 +87,19 @@ class RolloutContext:
         """The writer of observations."""
         notice = invalid_notice(self.actions, self.neutraliser)
         return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening, notice)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The beginning of a trajectory that another one continues.
+
+    Attributes:
+        source: Index of the first one in the group.
+        turns: Its first turns, each with an observation, as `is_context`.
+    """
+
+    source: int
+    turns: tuple[Turn, ...]
 
 
 async def run_trajectory(

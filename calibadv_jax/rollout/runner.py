@@ -17,8 +17,7 @@ from calibadv_jax.config import RolloutConfig
 from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.rollout.agent import RolloutContext, failure_text, run_trajectory
-from calibadv_jax.rollout.group_parts import NO_PARTS, GroupParts, Prefix
+from calibadv_jax.rollout.agent import Prefix, RolloutContext, failure_text, run_trajectory
 
 T = TypeVar("T")
 
@@ -80,6 +79,37 @@ class FailureCount:
                 f" rollout.max_failed_share={self.max_share:g}; the commonest reason ({count} times):"
                 f" {reason}"
             )
+
+
+def _no_demonstrations(question: Question, version: int, rng: np.random.Generator) -> list[Trajectory]:
+    return []
+
+
+def _no_near_misses(trajectories: Sequence[Trajectory], count: int) -> list[Prefix]:
+    return []
+
+
+@dataclass(frozen=True)
+class GroupParts:
+    """What a group of a training run holds beside trajectories from the prompt.
+
+    `run.wiring.group_parts` makes it from the config, with the rules of `contrib.group_demonstrations` and
+    `contrib.near_misses`.
+
+    Attributes:
+        demonstrations: Returns the demonstrations in a group, given its question, the version of the policy
+            that begins it, and a generator that chooses among them. They are not scored.
+        second_round: Trajectories that are sampled after the others of their group.
+        near_misses: Returns at most so many prefixes for the second round, given the trajectories of the
+            first one, failed ones included.
+    """
+
+    demonstrations: Callable[[Question, int, np.random.Generator], list[Trajectory]] = _no_demonstrations
+    second_round: int = 0
+    near_misses: Callable[[Sequence[Trajectory], int], list[Prefix]] = _no_near_misses
+
+
+NO_PARTS = GroupParts()
 
 
 async def collect_group(

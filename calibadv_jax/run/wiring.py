@@ -25,8 +25,7 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.group_parts import NO_PARTS, GroupParts
-from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.runner import NO_PARTS, GroupParts, Rollouts
 from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stop_rule import StopRule

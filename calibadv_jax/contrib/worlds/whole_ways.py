@@ -1,4 +1,4 @@
-"""Demonstrations of the whole way to an answer, for questions of a generated encyclopedia.
+"""Ways to the answers of a generated encyclopedia's questions, and demonstrations of them.
 
 The cold start never shows such a way (`world_demonstrations`). These are for the groups of the training
 (demonstrations.file): what a policy cannot find by itself is put beside what it samples.
@@ -7,17 +7,25 @@ The cold start never shows such a way (`world_demonstrations`). These are for th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 
-if TYPE_CHECKING:
-    from calibadv_jax.contrib.worlds.world import WorldQuestion
-
 NUM_DOCUMENTS = 3  # Documents that a search returns.
+
+
+@dataclass(frozen=True)
+class WorldQuestion:
+    """A question with the way to its answer."""
+
+    text: str
+    answer: str
+    searches: tuple[str, ...]  # titles to look up, in order
+    findings: tuple[str, ...]  # results of the look-ups: the bridge, the compared values, years, the answer
+    statements: tuple[str, ...]  # sentences that state them
 
 
 def whole_ways(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
-from calibadv_jax.contrib.worlds.whole_ways import whole_ways
+from calibadv_jax.contrib.worlds.whole_ways import WorldQuestion, whole_ways
 from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, WORDS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_folder, write_jsonl, write_text
@@ -203,17 +203,6 @@ def make_pages(passages: Sequence[tuple[str, str]], rng: np.random.Generator) ->
 def summarise(address: str, page: Document) -> tuple[str, str]:
     """Return the title and the text of the passage by which a search finds a page."""
     return page.title, f"the page of {page.title} is {address}."
-
-
-@dataclass(frozen=True)
-class WorldQuestion:
-    """A question with the way to its answer."""
-
-    text: str
-    answer: str
-    searches: tuple[str, ...]  # titles to look up, in order
-    findings: tuple[str, ...]  # results of the look-ups: the bridge, the compared values, years, the answer
-    statements: tuple[str, ...]  # sentences that state them
 
 
 def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
