@@ -83,10 +83,10 @@ class GroupDemonstrations:
             rng: Chooses among the question's demonstrations if there are more than `per_group`.
 
         Returns:
-            At most `per_group` of them; none for versions from `steps` on.
+            At most `per_group` of them; none for versions from `first_steps` on.
         """
         available = self.by_question.get(question.id, [])
-        if version >= self.settings.steps:
+        if version >= self.settings.first_steps:
             return []
         chosen = rng.permutation(len(available))[: self.settings.per_group]
         return [available[place] for place in sorted(chosen.tolist())]
@@ -221,5 +221,5 @@ def describe_demonstrations(config: Config) -> list[str]:
         weight = f"p / (p + {settings.gamma:g})"
     return [
         f"demonstrations {settings.file}: up to {settings.per_group} of {config.rollout.group_size}"
-        f" trajectories of a group, in the first {settings.steps} steps; weight of a token: {weight}"
+        f" trajectories of a group, in the first {settings.first_steps} steps; weight of a token: {weight}"
     ]

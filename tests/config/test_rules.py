@@ -115,7 +115,10 @@ SHOWN, CONTINUED, GAE = {"file": "d.jsonl"}, {"per_group": 2}, {"name": "gae"}
     ("message", "sections"),
     [
         (None, {"demonstrations": SHOWN | {"per_group": 2}, "continuations": CONTINUED}),
-        ("demonstrations.steps is set, but there are no demonstrations", {"demonstrations": {"steps": 9}}),
+        (
+            "demonstrations.first_steps is set, but there are no demonstrations",
+            {"demonstrations": {"first_steps": 9}},
+        ),
         ("importance is ratio: set importance=shaped", {"demonstrations": SHOWN | {"gamma": 0.5}}),
         (None, {"demonstrations": SHOWN | {"gamma": 0.5, "importance": "shaped"}}),
         (

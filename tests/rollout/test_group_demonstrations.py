@@ -124,7 +124,7 @@ def chosen(demonstrations, question=QUESTION, version=0, seed=0):
 
 def test_demonstrations_go_to_their_questions_for_the_first_steps(tmp_path, byte_tokenizer):
     rows = [row("Who?"), row("Nobody's question?"), row(" Who? ", "Bo")]
-    demonstrations = group_demonstrations(tmp_path, byte_tokenizer, rows, per_group=2, steps=3)
+    demonstrations = group_demonstrations(tmp_path, byte_tokenizer, rows, per_group=2, first_steps=3)
     assert chosen(demonstrations) == chosen(demonstrations, version=2) == ["Ann", "Bo"]
     assert chosen(demonstrations, version=3) == chosen(demonstrations, OTHER) == []
     one = group_demonstrations(tmp_path, byte_tokenizer, rows)
@@ -203,7 +203,7 @@ def test_demonstrations_take_the_last_places_of_a_group(tmp_path, byte_tokenizer
 
 
 def test_demonstrations_are_described(tmp_path):
-    (line,) = describe_demonstrations(config_of("d.jsonl", per_group=2, steps=9))
+    (line,) = describe_demonstrations(config_of("d.jsonl", per_group=2, first_steps=9))
     assert "d.jsonl: up to 2 of 4 trajectories" in line and "the first 9 steps" in line and "ratio" in line
     (line,) = describe_demonstrations(config_of("d.jsonl", importance="shaped", gamma=0.5))
     assert "p / (p + 0.5)" in line

@@ -127,7 +127,7 @@ def config_of(folder, demonstrations=None, continuations=None, **sections):
     """Two groups a step, by default of two trajectories from the prompt, a continuation, a demonstration."""
     if demonstrations is None:
         path = write_demonstrations(folder.parent)
-        demonstrations = {"file": str(path), "steps": 2, "importance": "shaped"}
+        demonstrations = {"file": str(path), "first_steps": 2, "importance": "shaped"}
     sections = {"policy": {"compute_dtype": "float32"}, "log": {"backends": [], "progress": False}} | sections
     lengths = {"max_prompt_length": 16, "max_turn_length": 16, "max_observation_length": 48}
     config = make_config(
@@ -250,7 +250,7 @@ def broken(function, at):
 @pytest.mark.parametrize("importance", ["ratio", "shaped"])
 def test_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, importance, killed):
     """Within the steps with demonstrations, and behind them."""
-    demonstrations = {"file": str(write_demonstrations(tmp_path)), "steps": 2, "importance": importance}
+    demonstrations = {"file": str(write_demonstrations(tmp_path)), "first_steps": 2, "importance": importance}
     learner = {"steps": STEPS, "pack_length": 128, "microbatch_rows": 8, "minibatch_size": 3}
     whole = config_of(tmp_path / "whole", demonstrations, learner=learner, checkpoint={"every": 1})
     expected = run(whole, tmp_path / "whole")
@@ -272,7 +272,7 @@ def test_tied_groups_are_replaced_and_pass_rates_are_those_from_the_prompt(tmp_p
     data = {"rest_above": 0.2, "rest_after": 1}
     config = config_of(tmp_path / "run", continuations={}, data=data)
     config = replace(config, rollout=replace(config.rollout, dynamic_sampling=4))
-    config = replace(config, demonstrations=replace(config.demonstrations, steps=1))
+    config = replace(config, demonstrations=replace(config.demonstrations, first_steps=1))
     config = replace(config, learner=replace(config.learner, steps=1))
     run(config, tmp_path / "run")
     row = rows(tmp_path / "run")[0]

@@ -77,7 +77,7 @@ class DemonstrationsConfig(Section):
     per_group: PositiveInt = 1
     """Largest number of trajectories of a group that are demonstrations of its question. A question with
     fewer of them keeps sampled trajectories in their place."""
-    steps: PositiveInt = 50
+    first_steps: PositiveInt = 50
     """Steps whose groups hold demonstrations, from the first one on (David-GRPO: 50)."""
     importance: Literal["ratio", "shaped"] = "ratio"
     """Weight of a demonstration's token. ratio: the loss's own, with the learner's probability at the start
