@@ -93,13 +93,14 @@ class GroupDemonstrations:
 
 
 def _matched(config: Config, questions: Sequence[Question]) -> list[tuple[Demonstration, Question]]:
-    """Return the demonstrations of training questions, each with its question."""
-    by_text = {question.text.strip(): question for question in questions}
+    """Return the demonstrations of training questions, each with every question of its text."""
+    by_text: dict[str, list[Question]] = {}
+    for question in questions:
+        by_text.setdefault(question.text.strip(), []).append(question)
     matched = []
     path = config.demonstrations.file
     for demonstration in _load(config):
-        question = by_text.get(demonstration.question.text.strip())
-        if question is not None:
+        for question in by_text.get(demonstration.question.text.strip(), []):
             matched.append((demonstration, question))
     if not matched:
         raise UserError(

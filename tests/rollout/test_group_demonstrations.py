@@ -133,6 +133,14 @@ def test_demonstrations_go_to_their_questions_for_the_first_steps(tmp_path, byte
     assert answers == [chosen(one, seed=seed)[0] for seed in range(20)]
 
 
+def test_questions_of_the_same_text_share_their_demonstrations(tmp_path, byte_tokenizer):
+    again = replace(QUESTION, id="q9", golden_answers=("Bo",))
+    demonstrations = group_demonstrations(tmp_path, byte_tokenizer, [row("Who?")], (QUESTION, again, OTHER))
+    assert list(demonstrations.by_question) == ["q1", "q9"]
+    (trajectory,) = demonstrations.by_question["q9"]
+    assert trajectory.question is again
+
+
 def test_long_demonstrations_are_left_out_or_refused(tmp_path, byte_tokenizer):
     lines = []
     rows = [row("Who?"), row("Where?", "A" * 300)]
