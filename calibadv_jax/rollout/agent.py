@@ -30,15 +30,10 @@ from calibadv_jax.core.tags import (
     text_with_opening,
     well_formed,
 )
+from calibadv_jax.core.tokens import decode
 from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
-from calibadv_jax.rollout.observation import (
-    Observations,
-    cut_early,
-    decode,
-    make_neutraliser,
-    neutralise_reply,
-)
+from calibadv_jax.rollout.observation import Observations, cut_early, make_neutraliser, neutralise_reply
 from calibadv_jax.rollout.prompts import open_prompt
 
 
