@@ -29,6 +29,7 @@ from calibadv_jax.core.locking import locked_output, locked_run
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.tags import parse_turn, text_after_opening
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
 from calibadv_jax.distributed.joining import require_single_process
@@ -43,7 +44,7 @@ from calibadv_jax.metrics.trackers import open_backends
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
+from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.configured_actions import make_actions

@@ -18,12 +18,12 @@ from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import OPEN_THINK, text_after_opening
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Group, Trajectory
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.observation import encode
 
 PROBE_TOKENS = 64  # Largest number of tokens that follow a turn; a longer golden answer is cut.
 ANSWER_BEGINNING = f"{OPEN_THINK}</think>\n<answer>"  # The text before the golden answer.

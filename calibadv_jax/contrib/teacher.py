@@ -18,6 +18,7 @@ from calibadv_jax.config import Config, LoraConfig
 from calibadv_jax.contrib.support_search import read_passages
 from calibadv_jax.contrib.teacher_server import TeacherServer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from calibadv_jax.learner.batching import Arrays, Sample
@@ -26,7 +27,7 @@ from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.rollout.observation import encode, make_neutraliser
+from calibadv_jax.rollout.observation import make_neutraliser
 from calibadv_jax.rollout.prompts import write_prompt
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import Model, build_model, find_folder

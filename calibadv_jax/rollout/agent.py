@@ -20,9 +20,9 @@ from calibadv_jax.core.errors import RequestFailed
 from calibadv_jax.core.interfaces import Action, Completion, Judge, Retriever, Sampler, SamplingParams
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.tags import Grammar, well_formed
+from calibadv_jax.core.tokens import decode
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of
-from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol, make_protocol
 
 

@@ -15,11 +15,12 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import OPEN_THINK, leaves_thought_open
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import describe_failure
+from calibadv_jax.protocols.template_date import fix_date
 from calibadv_jax.rollout.actions import action_texts
-from calibadv_jax.rollout.observation import encode, make_neutraliser
-from calibadv_jax.rollout.template_date import fix_date
+from calibadv_jax.rollout.observation import make_neutraliser
 
 ACTIONS_PLACE = "{actions}"  # The place in a template at which the actions that are on are listed.
 # The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.

@@ -18,9 +18,10 @@ from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import QUERY_REFUSED, refusal_text, well_formed
+from calibadv_jax.core.tokens import decode, encode
 from calibadv_jax.core.trajectory import Document, Question, Turn
 from calibadv_jax.rollout.actions import SearchAction
-from calibadv_jax.rollout.observation import cut_early, decode, encode, neutralise_reply
+from calibadv_jax.rollout.observation import cut_early, neutralise_reply
 from calibadv_jax.rollout.prompts import lengths_above
 
 

@@ -18,6 +18,7 @@ from calibadv_jax.core.answers import MISSING_ANSWER, extract_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Completion
 from calibadv_jax.core.tags import well_formed
+from calibadv_jax.core.tokens import decode, encode
 from calibadv_jax.core.tool_calls import (
     AssistantMessage,
     ToolCall,
@@ -30,7 +31,7 @@ from calibadv_jax.core.trajectory import Document, Question, Turn
 from calibadv_jax.protocols.chat_template import ConversationTemplate
 from calibadv_jax.protocols.formats import CallFormat, load_format
 from calibadv_jax.rollout.concurrency import gather
-from calibadv_jax.rollout.observation import cut_early, decode, encode, make_neutraliser
+from calibadv_jax.rollout.observation import cut_early, make_neutraliser
 from calibadv_jax.rollout.prompts import messages_of_data, shown_question
 from calibadv_jax.rollout.protocol import (
     CallResult,
@@ -47,8 +48,9 @@ ANSWER_FORMATS = {
     "tag": "Then reply with the answer, in a few words, between <answer> and </answer>.",
     "box": "Then reply with the answer, in a few words, in \\boxed{}.",
 }
-# Characters of the policy's own text that a notice quotes.
+# Characters of a notice that say what was wrong, and of a tool's name in it.
 LONGEST_FLAW = 400
+LONGEST_NAME = 60
 # Chat templates whose derived parts are kept in memory.
 _KEPT_TEMPLATES = 8
 
@@ -121,7 +123,7 @@ class ToolProtocol(TurnProtocol):
         calls: tuple[ToolCall, ...] = ()
         if was_cut_off:
             kind = "unfinished"
-            flaw = f"the turn was cut after {len(completion.token_ids)} tokens"
+            flaw = f"The turn was cut after {len(completion.token_ids)} tokens."
         elif flaw:
             kind = "invalid"
         elif message.calls:
@@ -151,11 +153,11 @@ class ToolProtocol(TurnProtocol):
         if not message.calls:
             answer_from = self.settings.answer_from
             if extract_answer(message.content, answer_from) is None:
-                return f"there is neither a tool call nor an answer: {MISSING_ANSWER[answer_from]}"
+                return f"There is neither a tool call nor an answer: {MISSING_ANSWER[answer_from]}."
             return ""
         max_calls = self.settings.tool_calls.max_calls
         if len(message.calls) > max_calls:
-            return f"there are {len(message.calls)} tool calls in one message, at most {max_calls} are allowed"
+            return f"There are {len(message.calls)} tool calls in one message; at most {max_calls} may be."
         for call in message.calls:
             fault = self._fault_of_call(call)
             if fault:
@@ -166,7 +168,8 @@ class ToolProtocol(TurnProtocol):
         """Return why a call cannot be executed; "" if it can."""
         schema = self.schemas.get(call.name)
         if schema is None:
-            return f"there is no tool {call.name!r}; the tools are {', '.join(self.schemas)}"
+            name = call.name[:LONGEST_NAME]
+            return f'There is no tool "{name}"; the tools are {", ".join(self.schemas)}.'
         return schema_fault(call.arguments, schema) or self._empty_argument(call)
 
     def _empty_argument(self, call: ToolCall) -> str:
@@ -175,7 +178,7 @@ class ToolProtocol(TurnProtocol):
             if action.name == call.name and action.parameters is None and not action.may_be_empty:
                 for name, value in call.arguments.items():
                     if name in self.schemas[call.name].parameters["properties"] and not str(value).strip():
-                        return f"the argument {name!r} of {call.name} is empty"
+                        return f'The argument "{name}" of {call.name} is empty.'
         return ""
 
     def _readable(self, calls: Sequence[ToolCall]) -> str:
@@ -189,9 +192,7 @@ class ToolProtocol(TurnProtocol):
         num_calls = len(turn.calls)
         limit = self.settings.rollout.max_observation_length
         results = await gather([self._call(call, actions[call.name], limit) for call in turn.calls])
-        limits = [
-            min(limit // num_calls, actions[call.name].max_length or limit) or 1 for call in turn.calls
-        ]
+        limits = [min(limit // num_calls, actions[call.name].max_length or limit) or 1 for call in turn.calls]
         ids, text = self._reply(turn, results, limits)
         documents: tuple[Document, ...] = ()
         for result in results:
@@ -249,9 +250,8 @@ class ToolProtocol(TurnProtocol):
     def notice(self, turn: Turn) -> Observation:
         """Return the notice after an invalid turn: what was wrong, and how to go on."""
         tokenizer = self.settings.tokenizer
-        flaw = well_formed(turn.flaw)[:LONGEST_FLAW].rstrip(". ")
-        sentence = self.neutraliser.neutralise(flaw)
-        text = f"Invalid message: {sentence}. Call one of the tools {', '.join(self.schemas)}, or answer."
+        flaw = self.neutraliser.neutralise(well_formed(turn.flaw)[:LONGEST_FLAW])
+        text = f"{flaw} No tool was called. Call a tool ({', '.join(self.schemas)}), or give the answer."
         notice = self.template.notice(text, self._ended_by(turn))
         return Observation(np.asarray(encode(tokenizer, notice), np.int32), notice)
 

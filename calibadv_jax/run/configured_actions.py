@@ -14,9 +14,9 @@ from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.tags import NAME, RESERVED
+from calibadv_jax.core.tokens import decode, encode
 from calibadv_jax.core.user_functions import describe_failure, import_user_function, load_optional
 from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
-from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import ACTIONS_PLACE
 
 DEFAULT = [ToolConfig("search")]

@@ -20,11 +20,11 @@ from calibadv_jax.commands import sft
 from calibadv_jax.config import Config, PromptConfig, RolloutConfig, ToolConfig
 from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Reply
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
-from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout_store.schema import VERSION
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.configured_actions import make_actions

@@ -34,12 +34,13 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, format_documents
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.data.questions import load_questions, question_row
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
+from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import build_model

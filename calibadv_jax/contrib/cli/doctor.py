@@ -24,13 +24,13 @@ from calibadv_jax.contrib.planning.known_models import find_architecture
 from calibadv_jax.contrib.planning.memory import device_lines
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import Faults, RequestFailed, UserError, each_fault
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rollout.actions import grammar_of
-from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout.prompts import drop_overlong, template_text
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import check_tags, make_actions
