@@ -23,7 +23,7 @@ from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.tags import CLOSE_INFORMATION
 from calibadv_jax.core.trajectory import NO_ACTIONS
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
-from calibadv_jax.rollout_store.reader import from_rows
+from calibadv_jax.rollout_store.reader import SharedFields, from_rows
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of rollout_store.schema
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that do not make a character (yet)
@@ -112,8 +112,7 @@ def transcript(
     rows: Sequence[RecordRow],
     pieces: Pieces,
     config: AdvantageConfig,
-    opening: str,
-    actions: tuple[str, ...],
+    shared: SharedFields,
 ) -> dict[str, Any]:
     """Return a group in JSON's types.
 
@@ -121,12 +120,11 @@ def transcript(
         rows: all trajectories of the group, with all columns.
         pieces: cuts the text of the run's tokens.
         config: section `advantage` of the run's config.
-        opening: text before the first turn; see `opening_and_actions`.
-        actions: names of the run's actions.
+        shared: what all trajectories of the run share; see `reader.shared_fields`.
     """
     first = rows[0]
     facts = _facts(rows, config)
-    groups, *_ = from_rows(rows, opening, actions)
+    groups, *_ = from_rows(rows, shared)
     (group,) = groups
     explanation = WORDS.group(facts, config, first["silver"])
     trajectories = []
