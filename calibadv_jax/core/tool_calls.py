@@ -53,17 +53,6 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
 
-    def as_function(self, call_id: str, arguments: Any = None) -> dict[str, Any]:
-        """Return the call in OpenAI's form, which chat templates take.
-
-        Args:
-            call_id: Id of the call.
-            arguments: Another form of the arguments, such as a string of JSON; None: the dictionary.
-        """
-        given = self.arguments if arguments is None else arguments
-        function = {"name": self.name, "arguments": given}
-        return {"id": call_id, "type": "function", "function": function}
-
 
 @dataclass(frozen=True)
 class AssistantMessage:
