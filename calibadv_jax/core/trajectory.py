@@ -127,6 +127,11 @@ class Turn:
         return self.kind not in NO_ACTIONS
 
     @property
+    def is_closed_thought(self) -> bool:
+        """Whether the turn is a thought that the environment closed; the next turn goes on after it."""
+        return self.kind == "unfinished" and len(self.observation_ids) > 0
+
+    @property
     def num_searches(self) -> int:
         """Number of searches that the turn makes: with tool calls it may be several."""
         if self.calls:
@@ -178,11 +183,11 @@ class Trajectory:
     def opening_of(self, number: int) -> str:
         """Return the environment's text before a turn, counted from 0.
 
-        After a thought that the environment closed (an unfinished turn that others follow) there is none.
+        After a thought that the environment closed there is none.
         """
         if number == 0 and self.first_opening is not None:
             return self.first_opening
-        if number > 0 and self.turns[number - 1].kind == "unfinished":
+        if number > 0 and self.turns[number - 1].is_closed_thought:
             return ""
         return self.opening
 

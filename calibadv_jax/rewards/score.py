@@ -163,8 +163,7 @@ def turn_flaws(trajectory: Trajectory) -> list[str]:
 
 def _flaw_of_calls(turn: Turn) -> str:
     """Return why a turn of the protocol of tool calls is not valid."""
-    is_closed_thought = turn.kind == "unfinished" and len(turn.observation_ids) > 0
-    return "" if is_closed_thought else turn.flaw.rstrip(".")
+    return "" if turn.is_closed_thought else turn.flaw.rstrip(".")
 
 
 # --- Scores ---

@@ -183,7 +183,7 @@ async def _sample(
     protocol = context.protocol
     number = len(trajectory.turns)
     limit = rollout.max_turn_length
-    if number and trajectory.turns[-1].kind == "unfinished":
+    if number and trajectory.turns[-1].is_closed_thought:
         # The turn goes on after a thought that the environment closed.
         limit = max(1, limit - len(trajectory.turns[-1].token_ids))
     limit = min(limit, rollout.max_length - len(tokens))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,6 @@ from calibadv_jax.core.tool_calls import (
     ToolCall,
     ToolSchema,
     check_schema,
-    rewrite_texts,
     schema_fault,
 )
 from calibadv_jax.core.trajectory import Document, Question, Turn
@@ -74,26 +74,21 @@ class ToolProtocol(TurnProtocol):
                 " policy.tokenizer, or rollout.protocol=tags"
             )
         self.format = load_format(settings.tool_calls.format, tokenizer)
-        self.neutraliser = make_neutraliser(tokenizer, settings.actions, self.format.markers)
         self.schemas = {action.name: action.schema() for action in settings.enabled_actions}
         for schema in self.schemas.values():
             check_schema(schema, "tools")
         self.template = _derive(
             tokenizer,
-            json.dumps([_shown(schema, self) for schema in self.schemas.values()]),
+            json.dumps([asdict(schema) for schema in self.schemas.values()]),
             self.format,
             json.dumps(settings.prompt.chat_template_kwargs),
             settings.prompt.date_string,
         )
+        self.neutraliser = make_neutraliser(tokenizer, settings.actions, self.template.markers)
         self.opening = self.template.opening
         self.stop_strings = self.format.stop_strings
         ids = [tokenizer.convert_tokens_to_ids(token) for token in self.template.end_of_turn]
         self.end_of_turn_ids = frozenset(ids)
-        if settings.tool_calls.max_thinking_tokens and self.format.thought is None:
-            raise UserError(
-                f"tool_calls.max_thinking_tokens: in the format {self.format.name} the environment cannot"
-                " close a thought; leave the key out"
-            )
 
     # --- The prompt ---
 
@@ -119,8 +114,8 @@ class ToolProtocol(TurnProtocol):
         message = self.format.parse(text, opening)
         was_cut_off = completion.stop_reason in ("length", "abort")
         answer = ""
-        flaw = self._flaw(message)
         calls: tuple[ToolCall, ...] = ()
+        flaw = self._flaw(message)
         if was_cut_off:
             kind = "unfinished"
             flaw = f"The turn was cut after {len(completion.token_ids)} tokens."
@@ -129,6 +124,8 @@ class ToolProtocol(TurnProtocol):
         elif message.calls:
             calls = message.calls
             kind = _kind(calls)
+            # The calls are executed all the same; the reward judges the format.
+            flaw = message.flaw
         else:
             kind = "answer"
             answer = extract_answer(message.content, self.settings.answer_from) or ""
@@ -148,9 +145,9 @@ class ToolProtocol(TurnProtocol):
 
     def _flaw(self, message: AssistantMessage) -> str:
         """Return why a message is neither a list of calls that can be executed nor an answer; "" if it is."""
-        if message.flaw:
-            return message.flaw
         if not message.calls:
+            if message.flaw:
+                return message.flaw
             answer_from = self.settings.answer_from
             if extract_answer(message.content, answer_from) is None:
                 return f"There is neither a tool call nor an answer: {MISSING_ANSWER[answer_from]}."
@@ -265,23 +262,18 @@ class ToolProtocol(TurnProtocol):
 
     def thinking_limit(self, turns: Sequence[Turn]) -> int:
         """Return the largest number of tokens of the next turn's thought; 0: it has no limit of its own."""
-        follows_closed_thought = bool(turns) and turns[-1].kind == "unfinished"
+        follows_closed_thought = bool(turns) and turns[-1].is_closed_thought
         return 0 if follows_closed_thought else self.settings.tool_calls.max_thinking_tokens
 
     def is_thinking(self, text: str, opening: str) -> bool:
         """Return whether a turn that was cut has not closed its thought."""
-        if self.format.thought is None:
-            return False
-        opens, closes = self.format.thought
+        opens, closes = self.format.thought_tags
         whole = opening + text
         return whole.rfind(opens) > whole.rfind(closes)
 
     def close_thought(self) -> Observation:
         """Return the end of a thought that has reached its limit."""
-        if self.format.thought is None:
-            return Observation()
-        _, closes = self.format.thought
-        text = f"\n{closes}\n\n"
+        text = self.format.thought_closing()
         return Observation(np.asarray(encode(self.settings.tokenizer, text), np.int32), text)
 
 
@@ -315,12 +307,6 @@ def _cut(text: str, tokenizer: Any, max_length: int) -> str:
         return text
     # The last token may be a part of a character.
     return decode(tokenizer, ids[:max_length]).rstrip("\ufffd")
-
-
-def _shown(schema: ToolSchema, protocol: ToolProtocol) -> dict[str, Any]:
-    """Return a tool as the policy reads it, with texts that servers may have written neutralised."""
-    shown = rewrite_texts(schema, protocol.neutraliser.neutralise, "tools")
-    return {"name": shown.name, "description": shown.description, "parameters": shown.parameters}
 
 
 @lru_cache(maxsize=_KEPT_TEMPLATES)
