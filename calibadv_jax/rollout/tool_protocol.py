@@ -25,6 +25,7 @@ from calibadv_jax.core.tool_calls import (
     ToolCall,
     ToolSchema,
     check_schema,
+    readable_call,
     schema_fault,
 )
 from calibadv_jax.core.trajectory import Document, Question, Turn
@@ -135,7 +136,7 @@ class ToolProtocol(TurnProtocol):
             logprobs=np.asarray(completion.logprobs, np.float32),
             text=text,
             think=message.thought,
-            query=self._readable(calls),
+            query=_query(calls),
             answer=answer,
             stop_reason=completion.stop_reason,
             policy_versions=completion.policy_versions,
@@ -177,10 +178,6 @@ class ToolProtocol(TurnProtocol):
                     if name in self.schemas[call.name].parameters["properties"] and not str(value).strip():
                         return f'The argument "{name}" of {call.name} is empty.'
         return ""
-
-    def _readable(self, calls: Sequence[ToolCall]) -> str:
-        """Return calls as text, one a line: the only text argument, or the name and the arguments."""
-        return "\n".join(readable_call(call) for call in calls)
 
     # --- The environment's reply ---
 
@@ -277,17 +274,13 @@ class ToolProtocol(TurnProtocol):
         return Observation(np.asarray(encode(self.settings.tokenizer, text), np.int32), text)
 
 
-def readable_call(call: ToolCall) -> str:
-    """Return a call as text for readers: "search: Who?", or the name and the arguments as JSON.
-
-    Args:
-        call: A call. The only argument, if it is a text, stands without its name.
-    """
-    values = list(call.arguments.values())
-    if len(values) == 1 and isinstance(values[0], str):
-        text = values[0].strip()
-        return text if call.name == "search" else f"{call.name}: {text}"
-    return f"{call.name}: {json.dumps(call.arguments, ensure_ascii=False)}"
+def _query(calls: Sequence[ToolCall]) -> str:
+    """Return calls as text for readers: the only argument of a single call, if it is a text; else all."""
+    if len(calls) == 1:
+        values = list(calls[0].arguments.values())
+        if len(values) == 1 and isinstance(values[0], str):
+            return values[0].strip()
+    return "; ".join(readable_call(call) for call in calls)
 
 
 def _kind(calls: Sequence[ToolCall]) -> str:

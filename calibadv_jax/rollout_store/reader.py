@@ -231,11 +231,17 @@ def _turn(row: RecordRow) -> Turn:
     fields["documents"] = tuple(Document(**document) for document in row["documents"])
     fields["policy_versions"] = tuple(row["policy_versions"])
     fields["golden_logprobs"] = dict(row.get("golden_logprobs") or {})
-    fields["calls"] = tuple(
-        ToolCall(call["name"], json.loads(call["arguments"])) for call in row.get("calls") or ()
-    )
+    fields["calls"] = calls_of_turn(row)
     fields["flaw"] = row.get("flaw") or ""
     return Turn(**fields)
+
+
+def calls_of_turn(row: RecordRow) -> tuple[ToolCall, ...]:
+    """Return the tool calls of a turn, given its columns; older files lack that of the calls."""
+    calls = []
+    for call in row.get("calls") or ():
+        calls.append(ToolCall(call["name"], json.loads(call["arguments"])))
+    return tuple(calls)
 
 
 def _credit(group: Group, finished_rows: Sequence[RecordRow], silver: dict[str, float]) -> GroupCredit:

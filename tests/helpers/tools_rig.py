@@ -6,7 +6,7 @@ import json
 
 END = "<|im_end|>"
 START = "<|im_start|>"
-# Written for the tests, in the manner of Qwen's templates: tools in the system message, calls as JSON in tags.
+# Written for the tests, in the manner of Qwen's templates: tools in the system message, JSON calls in tags.
 TEMPLATE = """\
 {%- if messages[0].role == 'system' -%}
 {%- set system = messages[0].content -%}{%- set rest = messages[1:] -%}
@@ -48,11 +48,9 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 # The same, where the generation prompt begins a thought.
-THINKING_TEMPLATE = TEMPLATE.replace(
-    "{{- '<|im_start|>assistant\\\\n' -}}{%- endif -%}",
-    "{{- '<|im_start|>assistant\\\\n<think>\\\\n' -}}{%- endif -%}",
-)
-assert THINKING_TEMPLATE != TEMPLATE
+_GENERATION_PROMPT = "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+_OPENS_THOUGHT = "{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"
+THINKING_TEMPLATE = TEMPLATE.replace(_GENERATION_PROMPT, _OPENS_THOUGHT)
 
 
 def chat_tokenizer(template: str = TEMPLATE, tokens: tuple[str, ...] = ()):
