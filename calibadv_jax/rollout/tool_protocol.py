@@ -112,7 +112,7 @@ class ToolProtocol(TurnProtocol):
     def read_turn(self, completion: Completion, opening: str) -> Turn:
         """Return the turn that a completion is: its calls, or the answer in a message without a call."""
         text = read_text(completion, self.settings.tokenizer)
-        message = self.format.parse(text, opening)
+        message = self.template.parse(text, opening)
         was_cut_off = completion.stop_reason in ("length", "abort")
         answer = ""
         calls: tuple[ToolCall, ...] = ()
@@ -228,7 +228,7 @@ class ToolProtocol(TurnProtocol):
         ended_by = self._ended_by(turn)
         while True:
             text = self.template.reply(turn.calls, texts, ended_by)
-            ids = encode(tokenizer, text)
+            ids = self.template.encode(text, ended_by)
             excess = len(ids) - max_length
             if excess <= 0:
                 return np.asarray(ids, np.int32), text
@@ -243,11 +243,11 @@ class ToolProtocol(TurnProtocol):
 
     def notice(self, turn: Turn) -> Observation:
         """Return the notice after an invalid turn: what was wrong, and how to go on."""
-        tokenizer = self.settings.tokenizer
         flaw = self.neutraliser.neutralise(well_formed(turn.flaw)[:LONGEST_FLAW])
         text = f"{flaw} No tool was called. Call a tool ({', '.join(self.schemas)}), or give the answer."
-        notice = self.template.notice(text, self._ended_by(turn))
-        return Observation(np.asarray(encode(tokenizer, notice), np.int32), notice)
+        ended_by = self._ended_by(turn)
+        notice = self.template.notice(text, ended_by)
+        return Observation(np.asarray(self.template.encode(notice, ended_by), np.int32), notice)
 
     def _ended_by(self, turn: Turn) -> str:
         """Return the control token that ended a turn, or "" if something else did."""
