@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tokens import encode
+from calibadv_jax.core.tokens import added_token_strings, encode
 from calibadv_jax.core.tool_calls import AssistantMessage, ToolCall, ToolSchema
 from calibadv_jax.core.user_functions import describe_failure
 from calibadv_jax.protocols.template_date import fix_date
@@ -44,7 +45,14 @@ STYLES = (
 
 
 class TemplateRenderer:
-    """A tokenizer's chat template with its tools, variables and date."""
+    """A tokenizer's chat template with its tools, variables and date.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        title: What messages call the template.
+        control_tokens: Control tokens of the tokenizer, the longest first.
+        control_pattern: Pattern of a control token.
+    """
 
     def __init__(
         self,
@@ -66,6 +74,11 @@ class TemplateRenderer:
         """
         self.tokenizer = tokenizer
         self.title = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
+        # Longest first, since a token may be part of another.
+        self.control_tokens = tuple(
+            sorted(added_token_strings(tokenizer), key=lambda token: (-len(token), token))
+        )
+        self.control_pattern = re.compile("|".join(map(re.escape, self.control_tokens)) or r"(?!)")
         self._functions = [tool.as_function() for tool in tools]
         if getattr(tokenizer, "chat_template", None) is None:
             raise UserError(

@@ -1,0 +1,227 @@
+"""Conversations with probes, which show what a chat template writes around the turns of the policy."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tool_calls import AssistantMessage, ToolCall
+from calibadv_jax.protocols.call_format import CallFormat
+from calibadv_jax.protocols.rendering import (
+    STYLES,
+    ChatMessage,
+    MessageStyle,
+    TemplateFailure,
+    TemplateRenderer,
+    assistant_message,
+    tool_message,
+    user_message,
+)
+
+# Texts that no template writes by itself: letters and digits only, so that no escape changes them.
+PROBE = "calibadvprobe"
+_ANSWER = "calibadvanswer"
+_TAGS_INSTEAD = "choose a policy whose template supports tools, or rollout.protocol=tags"
+
+
+class NoCallShown(Exception):
+    """A template renders a call as nothing."""
+
+
+def probe_call(name: str, index: int = 0) -> ToolCall:
+    """Return a call whose only argument is a probe of its own."""
+    return ToolCall(name, {"probe": f"{PROBE}call{index}"})
+
+
+def choose_style(renderer: TemplateRenderer, call_format: CallFormat, tool_name: str) -> MessageStyle:
+    """Return the style of messages in which a template writes a call that the format reads.
+
+    Args:
+        renderer: The template.
+        call_format: The format.
+        tool_name: Name of a tool.
+
+    Raises:
+        UserError: There is none; the message says why, and names the template.
+    """
+    reasons = []
+    for style in STYLES:
+        try:
+            written = written_call(renderer, style, probe_call(tool_name))
+        except NoCallShown:
+            reasons.append("it renders calls as nothing")
+            continue
+        except TemplateFailure as failure:
+            reasons.append(f"it fails on a call: {failure}")
+            continue
+        if reads_probe(renderer, call_format, written, tool_name):
+            return style
+        shown = " ".join(written.split())[:120]
+        reasons.append(f"tool_calls.format {call_format.name} does not read its calls, such as {shown}")
+    raise UserError(f"{renderer.title} does not work with tools: {reasons[0]}; {_TAGS_INSTEAD}")
+
+
+def written_call(renderer: TemplateRenderer, style: MessageStyle, call: ToolCall) -> str:
+    """Return how a template writes a turn with a call, from its opening to the end of the conversation.
+
+    Args:
+        renderer: The template.
+        style: The style of the message.
+        call: The call; its arguments are texts.
+
+    Raises:
+        NoCallShown: The call is not there.
+        TemplateFailure: The template raises an error.
+    """
+    messages = [user_message(PROBE)]
+    prompt = renderer.render(messages, opens_turn=True)
+    turn = assistant_message(AssistantMessage("", "", (call,)), style)
+    text = renderer.render([*messages, turn])
+    written = text[len(os.path.commonprefix([prompt, text])) :]
+    if any(part not in written for part in (call.name, *call.arguments.values())):
+        raise NoCallShown
+    return written
+
+
+def reads_probe(renderer: TemplateRenderer, call_format: CallFormat, written: str, tool_name: str) -> bool:
+    """Return whether a format reads the call that `written_call` has returned."""
+    turn = written[: end_of_call(renderer, call_format, written, 1)]
+    open_tag, close_tag = call_format.thought_tags
+    if close_tag in turn and open_tag not in turn:
+        # The prompt opens the thought that the message closes.
+        turn = open_tag + turn
+    message = call_format.parse(turn, "")
+    return message.calls == (probe_call(tool_name),) and not message.flaw
+
+
+def first_of(tokens: Iterable[str], text: str) -> str:
+    """Return the control token with which a text begins; "" if there is none."""
+    return max((token for token in tokens if text.startswith(token)), key=len, default="")
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Conversations with probes in one template.
+
+    Attributes:
+        renderer: The template.
+        call_format: How the policy writes calls.
+        style: What the template wants to see in a message with calls.
+        tool_name: Name of a tool.
+    """
+
+    renderer: TemplateRenderer
+    call_format: CallFormat
+    style: MessageStyle
+    tool_name: str
+
+    def reply(self, names: Sequence[str], texts: Sequence[str]) -> str:
+        """Return what the template writes behind a turn with calls, up to the next turn of the policy.
+
+        Args:
+            names: Name of the tool that each call names.
+            texts: The answer to each call.
+
+        Raises:
+            UserError: The template refuses the answers.
+        """
+        try:
+            text = self.renderer.render(self._conversation(names, texts), opens_turn=True)
+        except TemplateFailure as failure:
+            raise UserError(
+                f"{self.renderer.title} refuses the answer of a tool: {failure}; {_TAGS_INSTEAD}"
+            ) from failure
+        return text[end_of_call(self.renderer, self.call_format, text, len(names)) :]
+
+    def generation_prompt(self) -> str:
+        """Return what opens a turn of the policy behind an answer of a tool."""
+        conversation = self._conversation([self.tool_name], [_ANSWER])
+        before = self.renderer.render(conversation)
+        opened = self.renderer.render(conversation, opens_turn=True)
+        return opened.removeprefix(before) if opened.startswith(before) else ""
+
+    def end_of_turn(self) -> tuple[str, ...]:
+        """Return the control tokens that end a turn: behind a call, behind an answer, and of the format.
+
+        Raises:
+            UserError: The answer of a tool is refused or dropped, or no control token ends a turn.
+        """
+        reply = self.reply([self.tool_name], [_ANSWER])
+        if _ANSWER not in reply:
+            raise UserError(f"{self.renderer.title} drops the answers of tools; {_TAGS_INSTEAD}")
+        ends = [first_of(self.renderer.control_tokens, reply), self._end_of_answer()]
+        ends += [token for token in self.call_format.turn_ends if token in self.renderer.control_tokens]
+        if not ends[0]:
+            raise UserError(
+                f"{self.renderer.title} ends a turn with no control token of the tokenizer; add the token"
+                f" that it writes there to the tokenizer, or {_TAGS_INSTEAD}"
+            )
+        return tuple(dict.fromkeys(end for end in ends if end))
+
+    def allows_several_calls(self) -> bool:
+        """Return whether the template writes two calls of a turn, and then both answers, in order."""
+        names = [self.tool_name, self.tool_name]
+        texts = [f"{_ANSWER}0", f"{_ANSWER}1"]
+        try:
+            text = self.renderer.render(self._conversation(names, texts))
+        except TemplateFailure:
+            return False
+        expected = [*(probe_call(name, index).arguments["probe"] for index, name in enumerate(names)), *texts]
+        places = [text.find(probe) for probe in expected]
+        return -1 not in places and places == sorted(places)
+
+    def markup(self, pattern: re.Pattern[str]) -> tuple[str, ...]:
+        """Return the markup that the template writes behind a call, around answers.
+
+        Args:
+            pattern: Pattern of a piece of markup.
+        """
+        return tuple(dict.fromkeys(pattern.findall(self.reply([self.tool_name], [_ANSWER]))))
+
+    def _conversation(self, names: Sequence[str], texts: Sequence[str]) -> list[ChatMessage]:
+        """Return a question, a turn with calls, and their answers."""
+        calls = tuple(probe_call(name, index) for index, name in enumerate(names))
+        turn = assistant_message(AssistantMessage("", "", calls), self.style)
+        answers = [
+            tool_message(call, index, text)
+            for index, (call, text) in enumerate(zip(calls, texts, strict=True))
+        ]
+        return [user_message(PROBE), turn, *answers]
+
+    def _end_of_answer(self) -> str:
+        """Return the control token behind an answer; "" if there is none."""
+        turn = assistant_message(AssistantMessage("", _ANSWER, ()), self.style)
+        conversation = [user_message(PROBE), turn]
+        for more in ([], [user_message(PROBE)]):
+            try:
+                text = self.renderer.render([*conversation, *more])
+            except TemplateFailure:
+                continue
+            _, _, behind = text.rpartition(_ANSWER)
+            match = self.renderer.control_pattern.search(behind)
+            if match:
+                return match[0]
+        return ""
+
+
+def end_of_call(renderer: TemplateRenderer, call_format: CallFormat, text: str, num_calls: int) -> int:
+    """Return where the last call of a conversation with probes ends, and the end-of-turn token begins.
+
+    Args:
+        renderer: The template.
+        call_format: How calls are written: control tokens that are part of a call do not end the turn.
+        text: The conversation.
+        num_calls: Number of calls of its turn.
+
+    Returns:
+        A position in the text; its length if no control token follows.
+    """
+    start = text.find(probe_call("", num_calls - 1).arguments["probe"])
+    parts_of_calls = call_format.call_tokens()
+    for match in renderer.control_pattern.finditer(text, max(start, 0)):
+        if match[0] not in parts_of_calls:
+            return match.start()
+    return len(text)
