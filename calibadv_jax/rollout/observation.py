@@ -34,9 +34,7 @@ def make_neutraliser(
         actions: the actions that are on; none stand for search alone.
         markers: texts of a tool-call format that untrusted text must not hold.
     """
-    return Neutraliser(
-        grammar_of(actions), added_token_strings(tokenizer), normaliser_of(tokenizer), markers
-    )
+    return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), normaliser_of(tokenizer), markers)
 
 
 def neutralise_reply(

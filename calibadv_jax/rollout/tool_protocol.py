@@ -30,7 +30,7 @@ from calibadv_jax.core.tool_calls import (
 )
 from calibadv_jax.core.trajectory import Document, Question, Turn
 from calibadv_jax.protocols.chat_template import ConversationTemplate
-from calibadv_jax.protocols.formats import CallFormat, load_format
+from calibadv_jax.protocols.formats import load_format
 from calibadv_jax.rollout.concurrency import gather
 from calibadv_jax.rollout.observation import cut_early, make_neutraliser
 from calibadv_jax.rollout.prompts import messages_of_data, shown_question
@@ -69,23 +69,18 @@ class ToolProtocol(TurnProtocol):
     def __init__(self, settings: ProtocolSettings):
         self.settings = settings
         tokenizer = settings.tokenizer
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise UserError(
-                "rollout.protocol is tool_calls, but the tokenizer has no chat template; choose another"
-                " policy.tokenizer, or rollout.protocol=tags"
-            )
-        self.format = load_format(settings.tool_calls.format, tokenizer)
         self.schemas = {action.name: action.schema() for action in settings.enabled_actions}
         for schema in self.schemas.values():
             check_schema(schema, "tools")
         self.template = _derive(
             tokenizer,
             json.dumps([asdict(schema) for schema in self.schemas.values()]),
-            self.format,
+            settings.tool_calls.format,
             json.dumps(settings.prompt.chat_template_kwargs),
             settings.prompt.date_string,
         )
         self.neutraliser = make_neutraliser(tokenizer, settings.actions, self.template.markers)
+        self.format = self.template.call_format
         self.opening = self.template.opening
         self.stop_strings = self.format.stop_strings
         ids = [tokenizer.convert_tokens_to_ids(token) for token in self.template.end_of_turn]
@@ -304,10 +299,10 @@ def _cut(text: str, tokenizer: Any, max_length: int) -> str:
 
 @lru_cache(maxsize=_KEPT_TEMPLATES)
 def _derive(
-    tokenizer: Any, tools: str, call_format: CallFormat, template_kwargs: str, date_string: str
+    tokenizer: Any, tools: str, format_name: str, template_kwargs: str, date_string: str
 ) -> ConversationTemplate:
     """Return the parts of a chat template; they are derived once, since evaluations make contexts anew."""
     schemas = [ToolSchema(**tool) for tool in json.loads(tools)]
-    return ConversationTemplate.derive(
-        tokenizer, schemas, call_format, json.loads(template_kwargs), date_string
-    )
+    variables = json.loads(template_kwargs)
+    call_format = load_format(format_name, tokenizer, variables, date_string)
+    return ConversationTemplate.derive(tokenizer, schemas, call_format, variables, date_string)

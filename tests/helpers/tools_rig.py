@@ -47,10 +47,12 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-# The same, where the generation prompt begins a thought.
+# The same, where the generation prompt begins a thought, and every message has one.
 _GENERATION_PROMPT = "{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 _OPENS_THOUGHT = "{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"
-THINKING_TEMPLATE = TEMPLATE.replace(_GENERATION_PROMPT, _OPENS_THOUGHT)
+_NO_THOUGHT = "{%- else -%}\n{{- '\\n' -}}"
+_EMPTY_THOUGHT = "{%- else -%}\n{{- '\\n<think>\\n\\n</think>\\n\\n' -}}"
+THINKING_TEMPLATE = TEMPLATE.replace(_GENERATION_PROMPT, _OPENS_THOUGHT).replace(_NO_THOUGHT, _EMPTY_THOUGHT)
 
 
 def chat_tokenizer(template: str = TEMPLATE, tokens: tuple[str, ...] = ()):

@@ -19,7 +19,7 @@ USER_FORMAT = "my_package.my_module:Format"
 TAGS: Final = "tags"
 TOOL_CALLS: Final = "tool_calls"
 # Formats of tool calls that `protocols.formats` reads and writes.
-FORMATS = ("hermes", "qwen_xml", "llama_json", "mistral", "gpt_oss")
+FORMATS = ("hermes", "qwen_xml", "llama_json", "mistral", "gpt_oss", "schema")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -81,8 +81,8 @@ class ToolCallsConfig(Section):
     """The tool calls of the policy, if rollout.protocol is tool_calls."""
 
     format: Annotated[str, Field(json_schema_extra={"enum": ["auto", *FORMATS, USER_FORMAT]})] = "auto"
-    """Form in which the policy writes calls. auto: the one that the chat template writes;
-    package.module:Class: a format of your own."""
+    """Form in which the policy writes calls. auto: the one that the chat template writes; schema: the
+    response template that the tokenizer itself carries; package.module:Class: a format of your own."""
     history: Literal["keep", "refuse"] = "keep"
     """Chat templates that write earlier messages differently later, as Qwen3's drops earlier thoughts. keep:
     what was sampled stays as it is; refuse: the run does not start."""
