@@ -23,7 +23,8 @@ from calibadv_jax.core.tags import Grammar, well_formed
 from calibadv_jax.core.tokens import decode
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of
-from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol, make_protocol
+from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol
+from calibadv_jax.rollout.protocol_choice import make_protocol
 
 
 def _ignore_turn(turn: Turn, is_observed: bool) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from calibadv_jax.config import PromptConfig, RolloutConfig, ToolCallsConfig
-from calibadv_jax.config.sections.rollout import TAGS
 from calibadv_jax.core.errors import ActionRefused, QueryRefused, UserError
 from calibadv_jax.core.interfaces import Action, Completion
 from calibadv_jax.core.neutraliser import Neutraliser
@@ -203,24 +202,6 @@ class TurnProtocol(ABC):
     def close_thought(self) -> Observation:
         """Return what closes a thought that has reached its limit."""
         return Observation()
-
-
-def make_protocol(settings: ProtocolSettings) -> TurnProtocol:
-    """Return the protocol that `rollout.protocol` names.
-
-    Args:
-        settings: the settings of the run.
-
-    Raises:
-        UserError: if the tokenizer's chat template does not fit the protocol.
-    """
-    if settings.rollout.protocol == TAGS:
-        from calibadv_jax.rollout.tag_protocol import TagProtocol
-
-        return TagProtocol(settings)
-    from calibadv_jax.rollout.tool_protocol import ToolProtocol
-
-    return ToolProtocol(settings)
 
 
 def read_text(completion: Completion, tokenizer: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from calibadv_jax.config import Config
-from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol, make_protocol
+from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol
+from calibadv_jax.rollout.protocol_choice import make_protocol
 from calibadv_jax.run.configured_actions import make_actions
 
 
