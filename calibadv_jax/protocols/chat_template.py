@@ -109,12 +109,13 @@ class ConversationTemplate:
         end_of_call, end_of_answer, end_of_turn = probes.turn_ends()
         if not probes.shows_thoughts():
             style = replace(style, thought_tags=call_format.thought_tags)
+        markers = tuple(dict.fromkeys([*call_format.markers, *probes.markup(_MARKUP)]))
         template = cls(
             renderer=renderer,
             call_format=call_format,
             tools={tool.name: tool for tool in shown_tools},
             style=style,
-            neutraliser=replace(neutraliser, markers=call_format.markers + probes.markup(_MARKUP)),
+            neutraliser=replace(neutraliser, markers=markers),
             end_of_call=end_of_call,
             end_of_answer=end_of_answer,
             end_of_turn=end_of_turn,

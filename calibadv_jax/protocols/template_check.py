@@ -35,7 +35,7 @@ class Cause(StrEnum):
     SPELLS_OTHERWISE = "it spells the turn in another way"
     ENVIRONMENT = "it writes the answer of a tool in another way"
     PROMPT = "it writes the prompt in another way"
-    TOKENS = "the same text becomes other tokens when it is tokenized as a whole"
+    TOKENS = "the tokenizer joins the beginning of the turn with the text before it"
     REFUSAL = "it refuses the conversation"
 
 
@@ -107,11 +107,14 @@ class TemplateCheck:
         title: What messages call the template.
         format_name: Name of the tool-call format.
         cases: The conversations.
+        lacks_thoughts: Whether the template shows no thoughts, so that only conversations without thoughts
+            were compared.
     """
 
     title: str
     format_name: str
     cases: tuple[Case, ...]
+    lacks_thoughts: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -124,12 +127,9 @@ class TemplateCheck:
         for case in self.cases:
             if not case.differences:
                 lines.append(f"{case.title}: the rollout has the tokens of the template's own rendering")
-            for difference in case.differences:
-                turn = f"turn {difference.turn}" if difference.turn else "the prompt"
-                texts = ""
-                if difference.in_rollout or difference.in_template:
-                    texts = f" ({_quoted(difference.in_rollout)} became {_quoted(difference.in_template)})"
-                lines.append(f"{case.title}, {turn}: {difference.cause}{texts}")
+            lines += _described(case)
+        if self.lacks_thoughts:
+            lines.append("with thoughts: not compared, since the template has no place for them")
         if not self.is_exact:
             lines.append(
                 "What is sampled stays in the context and is trained. A service that renders the conversation"
@@ -141,21 +141,25 @@ class TemplateCheck:
 def check_template(template: ConversationTemplate) -> TemplateCheck:
     """Compare rollouts in a chat template with the template's own rendering.
 
-    Conversations without and with thoughts are compared before their last turn, and behind it.
+    Conversations without and with thoughts are compared before their last turn, and behind it; those with
+    thoughts only if the template shows thoughts.
 
     Args:
         template: The template.
     """
+    lacks_thoughts = template.style.thought_tags is not None
+    # The template itself may close the thought before the turn.
+    may_think = not lacks_thoughts and template.call_format.thought_tags[1] not in template.opening
+    thoughts = {"without thoughts": ""}
+    if may_think:
+        thoughts["with thoughts"] = "I look it up."
     cases = []
-    for title, thought in (("without thoughts", ""), ("with thoughts", "I look it up.")):
-        if thought and template.call_format.thought_tags[1] in template.opening:
-            # The template closes the thought before the turn.
-            continue
+    for title, thought in thoughts.items():
         exchanges = _example(template, thought)
         for when, part in (("before the answer", exchanges[:-1]), ("with the answer", exchanges)):
             differences = compare(template, [user_message("Who painted it?")], part)
             cases.append(Case(f"{title}, {when}", tuple(differences)))
-    return TemplateCheck(template.renderer.title, template.call_format.name, tuple(cases))
+    return TemplateCheck(template.renderer.title, template.call_format.name, tuple(cases), lacks_thoughts)
 
 
 def require_exact(check: TemplateCheck) -> None:
@@ -338,9 +342,9 @@ def _compare_tokens(
         turn += segment.is_sampled
         ids = tuple(whole_ids[position : position + len(segment.token_ids)])
         if ids != segment.token_ids:
-            return [Difference(Cause.TOKENS, turn)]
+            return [Difference(Cause.TOKENS, turn if segment.is_sampled else turn + 1)]
         position += len(ids)
-    return [] if position == len(whole_ids) else [Difference(Cause.TOKENS, turn)]
+    return []
 
 
 def _example(template: ConversationTemplate, thought: str) -> list[Exchange]:
@@ -356,6 +360,20 @@ def _example(template: ConversationTemplate, thought: str) -> list[Exchange]:
         Exchange(AssistantMessage(thought, "", together), answers),
         Exchange(AssistantMessage(thought, "It was Ann.", ())),
     ]
+
+
+def _described(case: Case) -> Iterator[str]:
+    """Yield a line for each cause of a conversation's differences, with the first as an example."""
+    for cause in dict.fromkeys(difference.cause for difference in case.differences):
+        differences = [difference for difference in case.differences if difference.cause == cause]
+        first = differences[0]
+        places = ", ".join(
+            f"turn {difference.turn}" if difference.turn else "prompt" for difference in differences
+        )
+        texts = ""
+        if first.in_rollout or first.in_template:
+            texts = f": {_quoted(first.in_rollout)} became {_quoted(first.in_template)}"
+        yield f"{case.title}, {places}: {cause}{texts}"
 
 
 def _quoted(text: str) -> str:
