@@ -56,7 +56,9 @@ class ConversationTemplate:
         neutraliser: Removes control tokens and markers from the texts of `reply` and `notice`.
         generation_prompt: What opens a turn of the policy behind a reply, with the opening.
         opening: The end of it that belongs to the turn: "<think>\\n", or "".
-        end_of_turn: Control tokens that end a turn.
+        end_of_call: The control token behind a call.
+        end_of_answer: The control token behind an answer.
+        end_of_turn: All control tokens that end a turn.
         allows_several_calls: Whether a turn may have several calls.
     """
 
@@ -67,6 +69,8 @@ class ConversationTemplate:
     neutraliser: Neutraliser
     generation_prompt: str = ""
     opening: str = ""
+    end_of_call: str = ""
+    end_of_answer: str = ""
     end_of_turn: tuple[str, ...] = ()
     allows_several_calls: bool = False
 
@@ -102,13 +106,19 @@ class ConversationTemplate:
         _check_tools_shown(renderer, shown_tools)
         style = choose_style(renderer, call_format, shown_tools[0].name)
         probes = Probes(renderer, call_format, style, shown_tools[0].name)
+        end_of_call, end_of_answer, end_of_turn = probes.turn_ends()
+        if not probes.shows_thoughts():
+            style = replace(style, thought_tags=call_format.thought_tags)
+        markers = tuple(dict.fromkeys([*call_format.markers, *probes.markup(_MARKUP)]))
         template = cls(
             renderer=renderer,
             call_format=call_format,
             tools={tool.name: tool for tool in shown_tools},
             style=style,
-            neutraliser=replace(neutraliser, markers=call_format.markers + probes.markup(_MARKUP)),
-            end_of_turn=probes.end_of_turn(),
+            neutraliser=replace(neutraliser, markers=markers),
+            end_of_call=end_of_call,
+            end_of_answer=end_of_answer,
+            end_of_turn=end_of_turn,
             allows_several_calls=probes.allows_several_calls(),
         )
         generation_prompt = probes.generation_prompt()

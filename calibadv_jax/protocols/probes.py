@@ -24,6 +24,7 @@ from calibadv_jax.protocols.rendering import (
 # Texts that no template writes by itself: letters and digits only, so that no escape changes them.
 PROBE = "calibadvprobe"
 _ANSWER = "calibadvanswer"
+_THOUGHT = "calibadvthought"
 _TAGS_INSTEAD = "choose a policy whose template supports tools, or rollout.protocol=tags"
 
 
@@ -88,7 +89,7 @@ def written_call(renderer: TemplateRenderer, style: MessageStyle, call: ToolCall
 
 def reads_probe(renderer: TemplateRenderer, call_format: CallFormat, written: str, tool_name: str) -> bool:
     """Return whether a format reads the call that `written_call` has returned."""
-    turn = written[: end_of_call(renderer, call_format, written, 1)]
+    turn = written[: place_of_end(renderer, call_format, written, 1)]
     open_tag, close_tag = call_format.thought_tags
     if close_tag in turn and open_tag not in turn:
         # The prompt opens the thought that the message closes.
@@ -134,7 +135,7 @@ class Probes:
             raise UserError(
                 f"{self.renderer.title} refuses the answer of a tool: {failure}; {_TAGS_INSTEAD}"
             ) from failure
-        return text[end_of_call(self.renderer, self.call_format, text, len(names)) :]
+        return text[place_of_end(self.renderer, self.call_format, text, len(names)) :]
 
     def generation_prompt(self) -> str:
         """Return what opens a turn of the policy behind an answer of a tool."""
@@ -143,8 +144,16 @@ class Probes:
         opened = self.renderer.render(conversation, opens_turn=True)
         return opened.removeprefix(before) if opened.startswith(before) else ""
 
-    def end_of_turn(self) -> tuple[str, ...]:
-        """Return the control tokens that end a turn: behind a call, behind an answer, and of the format.
+    def shows_thoughts(self) -> bool:
+        """Return whether the template shows the thought of the newest message."""
+        turn = assistant_message(AssistantMessage(_THOUGHT, "", (probe_call(self.tool_name),)), self.style)
+        try:
+            return _THOUGHT in self.renderer.render([user_message(PROBE), turn])
+        except TemplateFailure:
+            return False
+
+    def turn_ends(self) -> tuple[str, str, tuple[str, ...]]:
+        """Return the control token behind a call, the one behind an answer, and all that end a turn.
 
         Raises:
             UserError: The answer of a tool is refused or dropped, or no control token ends a turn.
@@ -152,14 +161,16 @@ class Probes:
         reply = self.reply([self.tool_name], [_ANSWER])
         if _ANSWER not in reply:
             raise UserError(f"{self.renderer.title} drops the answers of tools; {_TAGS_INSTEAD}")
-        ends = [first_of(self.renderer.control_tokens, reply), self._end_of_answer()]
-        ends += [token for token in self.call_format.turn_ends if token in self.renderer.control_tokens]
-        if not ends[0]:
+        end_of_call = first_of(self.renderer.control_tokens, reply)
+        if not end_of_call:
             raise UserError(
                 f"{self.renderer.title} ends a turn with no control token of the tokenizer; add the token"
                 f" that it writes there to the tokenizer, or {_TAGS_INSTEAD}"
             )
-        return tuple(dict.fromkeys(end for end in ends if end))
+        end_of_answer = self._end_of_answer() or str(self.renderer.tokenizer.eos_token or "")
+        others = [token for token in self.call_format.turn_ends if token in self.renderer.control_tokens]
+        every_end = dict.fromkeys(end for end in (end_of_call, end_of_answer, *others) if end)
+        return end_of_call, end_of_answer, tuple(every_end)
 
     def allows_several_calls(self) -> bool:
         """Return whether the template writes two calls of a turn, and then both answers, in order."""
@@ -207,7 +218,7 @@ class Probes:
         return ""
 
 
-def end_of_call(renderer: TemplateRenderer, call_format: CallFormat, text: str, num_calls: int) -> int:
+def place_of_end(renderer: TemplateRenderer, call_format: CallFormat, text: str, num_calls: int) -> int:
     """Return where the last call of a conversation with probes ends, and the end-of-turn token begins.
 
     Args:

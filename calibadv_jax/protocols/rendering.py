@@ -29,10 +29,13 @@ class MessageStyle:
     Attributes:
         arguments_as_text: Whether the arguments are a text of JSON, and no object.
         has_empty_content: Whether a message without content has an empty text, and no missing key.
+        thought_tags: What opens and closes a thought in the content, for templates that show no thoughts of
+            their own; None: thoughts are given apart.
     """
 
     arguments_as_text: bool = False
     has_empty_content: bool = True
+    thought_tags: tuple[str, str] | None = None
 
 
 # The styles, in the order in which they are tried.
@@ -149,9 +152,13 @@ def assistant_message(message: AssistantMessage, style: MessageStyle) -> ChatMes
         style: What the template wants to see.
     """
     chat_message: ChatMessage = {"role": "assistant"}
-    if message.content or not message.calls or style.has_empty_content:
-        chat_message["content"] = message.content
-    if message.thought:
+    content = message.content
+    if message.thought and style.thought_tags is not None:
+        open_tag, close_tag = style.thought_tags
+        content = f"{open_tag}\n{message.thought}\n{close_tag}\n\n{content}"
+    if content or not message.calls or style.has_empty_content:
+        chat_message["content"] = content
+    if message.thought and style.thought_tags is None:
         # gpt-oss has another name for it than all others.
         chat_message["reasoning_content"] = message.thought
         chat_message["thinking"] = message.thought
