@@ -210,7 +210,10 @@ def _fitting_questions(
     Warn of the prompts that do not fit, and of those of the validation questions if the run has any.
     """
     longest = config.rollout.max_prompt_length
-    lengths = configured_protocol(config, model.tokenizer).prompt_lengths(questions, longest)
+    protocol = configured_protocol(config, model.tokenizer)
+    for line in protocol.describe():
+        console.say(line)
+    lengths = protocol.prompt_lengths(questions, longest)
     fitting, warning = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
     warnings = [warning]
     if config.evaluate.every:

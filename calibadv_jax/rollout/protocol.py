@@ -182,6 +182,14 @@ class TurnProtocol(ABC):
             turn: an invalid turn.
         """
 
+    def describe(self) -> list[str]:
+        """Return what the start of a run says about the protocol, in sentences, one a line."""
+        return []
+
+    def diagnose(self) -> list[str]:
+        """Return what `calibadv doctor` says about the protocol, in sentences, one a line."""
+        return self.describe()
+
     def thinking_limit(self, turns: Sequence[Turn]) -> int:
         """Return the largest number of tokens of the next turn's thought; 0: no limit of its own.
 

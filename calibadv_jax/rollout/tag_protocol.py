@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Completion
 from calibadv_jax.core.tags import parse_turn, text_with_opening
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Question, Turn
 from calibadv_jax.rollout.actions import grammar_of, invalid_notice
 from calibadv_jax.rollout.observation import Observations, make_neutraliser
@@ -43,6 +45,25 @@ class TagProtocol(TurnProtocol):
         """Return a question's prompt as text, and the end of it that begins the first turn."""
         settings = self.settings
         return write_prompt(question, settings.tokenizer, settings.prompt, self.neutraliser, settings.actions)
+
+    def diagnose(self) -> list[str]:
+        """Return the number of tokens of each tag, and whether the tokenizer supports tool calls too."""
+        tokenizer = self.settings.tokenizer
+        token_counts = [f"{tag} {len(encode(tokenizer, tag))}" for tag in self.grammar.tags]
+        return [f"tokens of each tag: {', '.join(token_counts)}", self._tool_call_support()]
+
+    def _tool_call_support(self) -> str:
+        """Return whether the tokenizer's chat template supports the protocol of tool calls."""
+        from calibadv_jax.protocols.formats import detect_format
+
+        prompt = self.settings.prompt
+        try:
+            call_format = detect_format(
+                self.settings.tokenizer, prompt.chat_template_kwargs, prompt.date_string
+            )
+        except UserError as error:
+            return f"rollout.protocol: tags; tool_calls is not possible: {error}"
+        return f"rollout.protocol: tags; tool_calls is possible too, in the format {call_format.name}"
 
     def read_turn(self, completion: Completion, opening: str) -> Turn:
         """Return the turn that a completion is: its first closed action or answer."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from calibadv_jax.config import ToolCallsConfig
 from calibadv_jax.config.sections.data import ANSWER_FORMAT_PLACE, FROM_DATA, QUESTION_PLACE
 from calibadv_jax.core.answers import MISSING_ANSWER, extract_answer
 from calibadv_jax.core.errors import UserError
@@ -31,6 +32,7 @@ from calibadv_jax.core.tool_calls import (
 from calibadv_jax.core.trajectory import Document, Question, Turn
 from calibadv_jax.protocols.chat_template import ConversationTemplate
 from calibadv_jax.protocols.formats import load_format
+from calibadv_jax.protocols.template_check import check_template, require_exact
 from calibadv_jax.rollout.concurrency import gather
 from calibadv_jax.rollout.observation import cut_early, make_neutraliser
 from calibadv_jax.rollout.prompts import messages_of_data, shown_question
@@ -75,7 +77,7 @@ class ToolProtocol(TurnProtocol):
         self.template = _derive(
             tokenizer,
             json.dumps([asdict(schema) for schema in self.schemas.values()]),
-            settings.tool_calls.format,
+            settings.tool_calls,
             json.dumps(settings.prompt.chat_template_kwargs),
             settings.prompt.date_string,
         )
@@ -101,6 +103,10 @@ class ToolProtocol(TurnProtocol):
                 messages.append(("system", prompt.system.replace(ANSWER_FORMAT_PLACE, answer_format)))
             messages.append(("user", text.join(prompt.user.split(QUESTION_PLACE))))
         return self.template.prompt([{"role": role, "content": content} for role, content in messages])
+
+    def describe(self) -> list[str]:
+        """Return the format of the calls, and whether the rollout is the template's own rendering."""
+        return check_template(self.template).lines()
 
     # --- The policy's turn ---
 
@@ -299,10 +305,13 @@ def _cut(text: str, tokenizer: Any, max_length: int) -> str:
 
 @lru_cache(maxsize=_KEPT_TEMPLATES)
 def _derive(
-    tokenizer: Any, tools: str, format_name: str, template_kwargs: str, date_string: str
+    tokenizer: Any, tools: str, config: ToolCallsConfig, template_kwargs: str, date_string: str
 ) -> ConversationTemplate:
     """Return the parts of a chat template; they are derived once, since evaluations make contexts anew."""
     schemas = [ToolSchema(**tool) for tool in json.loads(tools)]
     variables = json.loads(template_kwargs)
-    call_format = load_format(format_name, tokenizer, variables, date_string)
-    return ConversationTemplate.derive(tokenizer, schemas, call_format, variables, date_string)
+    call_format = load_format(config.format, tokenizer, variables, date_string)
+    template = ConversationTemplate.derive(tokenizer, schemas, call_format, variables, date_string)
+    if config.history == "refuse":
+        require_exact(check_template(template))
+    return template

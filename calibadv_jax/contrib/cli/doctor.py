@@ -24,13 +24,11 @@ from calibadv_jax.contrib.planning.known_models import find_architecture
 from calibadv_jax.contrib.planning.memory import device_lines
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import Faults, RequestFailed, UserError, each_fault
-from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.rollout.actions import grammar_of
 from calibadv_jax.rollout.prompts import drop_overlong, template_text
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import check_tags, make_actions
@@ -136,12 +134,11 @@ def check_policy(config: Config) -> list[str]:
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     lines = [f"mesh {dict(model.mesh.shape)}"]
     # The tags come before the tensors: an action that cannot be made is reported first.
-    tags = grammar_of(make_actions(config)).tags
+    protocol = configured_protocol(config, model.tokenizer)
     faults = Faults()
     with faults.collected():
         lines += weight_lines(config, model)
-    token_counts = [f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags]
-    lines.append(f"tokens of each tag: {', '.join(token_counts)}")
+    lines += protocol.diagnose()
     with faults.collected():
         lines += prompt_lines(config, model.tokenizer)
     with faults.collected():
