@@ -133,12 +133,10 @@ def detect_format(
         ):
             reason = NO_END
         else:
-            reason = (
-                f"no format reads its calls, such as {shortened(written)}; give a class of your own in {KEY}"
-            )
+            reason = f"no format reads its calls, such as {shortened(written)}"
     raise UserError(
         f"{renderer.title} does not work with tools: {reason}; choose a policy whose template supports them,"
-        " or rollout.protocol=tags"
+        f" rollout.protocol=tags, or a format of your own ({KEY}=package.module:Class)"
     )
 
 

@@ -22,7 +22,8 @@ from calibadv_jax.protocols.rendering import (
 )
 
 # Texts that no template writes by itself: letters and digits only, so that no escape changes them.
-PROBE = "calibadvprobe"
+QUESTION = "calibadvquestion"
+_PROBE = "calibadvprobe"
 _ANSWER = "calibadvanswer"
 _THOUGHT = "calibadvthought"
 # Why a template cannot be used whose turns have no end that a sampler knows.
@@ -36,7 +37,7 @@ class NoCallShown(Exception):
 
 def probe_call(name: str, index: int = 0) -> ToolCall:
     """Return a call whose only argument is a probe of its own."""
-    return ToolCall(name, {"probe": f"{PROBE}call{index}"})
+    return ToolCall(name, {"probe": f"{_PROBE}{index}"})
 
 
 def choose_style(renderer: TemplateRenderer, call_format: CallFormat, tool_name: str) -> MessageStyle:
@@ -82,11 +83,14 @@ def written_call(renderer: TemplateRenderer, style: MessageStyle, call: ToolCall
         NoCallShown: The call is not there.
         TemplateFailure: The template raises an error.
     """
-    messages = [user_message(PROBE)]
+    messages = [user_message(QUESTION)]
     prompt = renderer.render(messages, opens_turn=True)
     turn = assistant_message(AssistantMessage("", "", (call,)), style)
     text = renderer.render([*messages, turn])
-    written = text[_length_of_common_beginning(prompt, text) :]
+    # What stands before the question may depend on the messages behind it.
+    _, _, opened = prompt.rpartition(QUESTION)
+    _, _, turn_text = text.rpartition(QUESTION)
+    written = turn_text[_length_of_common_beginning(opened, turn_text) :]
     if any(part not in written for part in (call.name, *call.arguments.values())):
         raise NoCallShown
     return written
@@ -166,7 +170,7 @@ class Probes:
         """Return whether the template shows the thought of the newest message."""
         turn = assistant_message(AssistantMessage(_THOUGHT, "", (probe_call(self.tool_name),)), self.style)
         try:
-            return _THOUGHT in self.renderer.render([user_message(PROBE), turn])
+            return _THOUGHT in self.renderer.render([user_message(QUESTION), turn])
         except TemplateFailure:
             return False
 
@@ -215,13 +219,13 @@ class Probes:
             tool_message(call, index, text)
             for index, (call, text) in enumerate(zip(calls, texts, strict=True))
         ]
-        return [user_message(PROBE), turn, *answers]
+        return [user_message(QUESTION), turn, *answers]
 
     def _end_of_answer(self) -> str:
         """Return the control token behind an answer; "" if there is none."""
         turn = assistant_message(AssistantMessage("", _ANSWER, ()), self.style)
-        conversation = [user_message(PROBE), turn]
-        for more in ([], [user_message(PROBE)]):
+        conversation = [user_message(QUESTION), turn]
+        for more in ([], [user_message(QUESTION)]):
             try:
                 text = self.renderer.render([*conversation, *more])
             except TemplateFailure:
@@ -253,10 +257,10 @@ def place_of_end(renderer: TemplateRenderer, call_format: CallFormat, text: str,
     return len(text)
 
 
-def _length_of_common_beginning(prompt: str, text: str) -> int:
-    """Return how many characters a prompt and a conversation have in common, without half of a tag."""
-    common = os.path.commonprefix([prompt, text])
-    if common == prompt:
+def _length_of_common_beginning(opened: str, text: str) -> int:
+    """Return how many characters an opened turn and a turn have in common, without half of a tag."""
+    common = os.path.commonprefix([opened, text])
+    if common == opened:
         return len(common)
     tag = max(common.rfind("<"), common.rfind("["))
     is_open = tag > max(common.rfind(">"), common.rfind("]"))

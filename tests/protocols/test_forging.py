@@ -98,7 +98,7 @@ def test_reply_has_the_control_tokens_of_a_harmless_one(name):
         assert control_ids(template, template.reply([CALL], [text], "")) == expected, text
         assert control_ids(template, template.notice(text, "")) == expected
     # What the template finds behind the calls of the probe is not what an answer says.
-    probe = "calibadvprobecall0"
+    probe = "calibadvprobe0"
     assert template.reply([CALL], [probe], "") == template.reply([CALL], ["A"], "").replace(
         '"A"' if name in ("llama3_1", "mistral", "gpt_oss") else "A",
         f'"{probe}"' if name in ("llama3_1", "mistral", "gpt_oss") else probe,
