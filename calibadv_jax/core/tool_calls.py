@@ -95,7 +95,7 @@ def schema_fault(arguments: dict[str, Any], tool: ToolSchema) -> str:
         error = best_match(validator.iter_errors(arguments))
     except Unresolvable as failure:
         raise UserError(
-            f"tool {tool.name}: its JSON schema refers to {failure.ref}, which it lacks"
+            f"tool {tool.name}: its JSON schema refers to {failure.ref}; define that in it"
         ) from failure
     if error is None:
         return ""

@@ -24,7 +24,7 @@ from calibadv_jax.core.tool_calls import (
 from calibadv_jax.protocols.call_format import CallFormat
 from calibadv_jax.protocols.call_json import typed_arguments
 from calibadv_jax.protocols.probes import (
-    PROBE,
+    QUESTION,
     Probes,
     choose_style,
     first_of,
@@ -248,7 +248,7 @@ def _check_tools_shown(renderer: TemplateRenderer, tools: Sequence[ToolSchema]) 
         raise UserError(
             "rollout.protocol is tool_calls, but there is no tool: add one, or use the protocol tags"
         )
-    messages = [user_message(PROBE)]
+    messages = [user_message(QUESTION)]
     try:
         with_tools = renderer.render(messages, opens_turn=True)
         without_tools = renderer.render(messages, opens_turn=True, shows_tools=False)

@@ -11,7 +11,15 @@ from calibadv_jax.core.user_functions import describe_failure, import_user_funct
 from calibadv_jax.protocols.call_format import CallFormat
 from calibadv_jax.protocols.gpt_oss_format import GptOssFormat
 from calibadv_jax.protocols.plain_formats import LlamaJsonFormat, MistralFormat
-from calibadv_jax.protocols.probes import NoCallShown, probe_call, reads_probe, written_call
+from calibadv_jax.protocols.probes import (
+    NO_END,
+    NoCallShown,
+    Probes,
+    probe_call,
+    reads_probe,
+    shortened,
+    written_call,
+)
 from calibadv_jax.protocols.rendering import STYLES, TemplateFailure, TemplateRenderer
 from calibadv_jax.protocols.schema_format import SchemaFormat
 from calibadv_jax.protocols.tagged_formats import HermesFormat, QwenXmlFormat
@@ -119,11 +127,16 @@ def detect_format(
             schema_format = SchemaFormat(renderer)
             if reads_probe(renderer, schema_format, written, _PROBE_TOOL.name):
                 return schema_format
-        shown = " ".join(written.split())[:120]
-        reason = f"no format reads its calls, such as {shown}; give a class of your own in {KEY}"
+        if any(
+            Probes(renderer, make_format(), style, _PROBE_TOOL.name).is_endless()
+            for make_format in FORMATS.values()
+        ):
+            reason = NO_END
+        else:
+            reason = f"no format reads its calls, such as {shortened(written)}"
     raise UserError(
         f"{renderer.title} does not work with tools: {reason}; choose a policy whose template supports them,"
-        " or rollout.protocol=tags"
+        f" rollout.protocol=tags, or a format of your own ({KEY}=package.module:Class)"
     )
 
 

@@ -22,9 +22,12 @@ from calibadv_jax.protocols.rendering import (
 )
 
 # Texts that no template writes by itself: letters and digits only, so that no escape changes them.
-PROBE = "calibadvprobe"
+QUESTION = "calibadvquestion"
+_PROBE = "calibadvprobe"
 _ANSWER = "calibadvanswer"
 _THOUGHT = "calibadvthought"
+# Why a template cannot be used whose turns have no end that a sampler knows.
+NO_END = "it ends a turn with no control token; add what it writes there to the tokenizer's special tokens"
 _TAGS_INSTEAD = "choose a policy whose template supports tools, or rollout.protocol=tags"
 
 
@@ -34,7 +37,7 @@ class NoCallShown(Exception):
 
 def probe_call(name: str, index: int = 0) -> ToolCall:
     """Return a call whose only argument is a probe of its own."""
-    return ToolCall(name, {"probe": f"{PROBE}call{index}"})
+    return ToolCall(name, {"probe": f"{_PROBE}{index}"})
 
 
 def choose_style(renderer: TemplateRenderer, call_format: CallFormat, tool_name: str) -> MessageStyle:
@@ -60,8 +63,11 @@ def choose_style(renderer: TemplateRenderer, call_format: CallFormat, tool_name:
             continue
         if reads_probe(renderer, call_format, written, tool_name):
             return style
-        shown = " ".join(written.split())[:120]
-        reasons.append(f"tool_calls.format {call_format.name} does not read its calls, such as {shown}")
+        if Probes(renderer, call_format, style, tool_name).is_endless():
+            reasons.append(NO_END)
+            continue
+        reader = f"tool_calls.format {call_format.name} does not read"
+        reasons.append(f"{reader} its calls, such as {shortened(written)}")
     raise UserError(f"{renderer.title} does not work with tools: {reasons[0]}; {_TAGS_INSTEAD}")
 
 
@@ -77,11 +83,14 @@ def written_call(renderer: TemplateRenderer, style: MessageStyle, call: ToolCall
         NoCallShown: The call is not there.
         TemplateFailure: The template raises an error.
     """
-    messages = [user_message(PROBE)]
+    messages = [user_message(QUESTION)]
     prompt = renderer.render(messages, opens_turn=True)
     turn = assistant_message(AssistantMessage("", "", (call,)), style)
     text = renderer.render([*messages, turn])
-    written = text[len(os.path.commonprefix([prompt, text])) :]
+    # What stands before the question may depend on the messages behind it.
+    _, _, opened = prompt.rpartition(QUESTION)
+    _, _, turn_text = text.rpartition(QUESTION)
+    written = turn_text[_length_of_common_beginning(opened, turn_text) :]
     if any(part not in written for part in (call.name, *call.arguments.values())):
         raise NoCallShown
     return written
@@ -96,6 +105,11 @@ def reads_probe(renderer: TemplateRenderer, call_format: CallFormat, written: st
         turn = open_tag + turn
     message = call_format.parse(turn, "")
     return message.calls == (probe_call(tool_name),) and not message.flaw
+
+
+def shortened(written: str) -> str:
+    """Return the beginning of a written call as one line, for messages."""
+    return " ".join(written.split())[:120]
 
 
 def first_of(tokens: Iterable[str], text: str) -> str:
@@ -137,6 +151,14 @@ class Probes:
             ) from failure
         return text[place_of_end(self.renderer, self.call_format, text, len(names)) :]
 
+    def is_endless(self) -> bool:
+        """Return whether no control token stands behind a call, not even that of the answer."""
+        try:
+            text = self.renderer.render(self._conversation([self.tool_name], [_ANSWER]))
+        except TemplateFailure:
+            return False
+        return place_of_end(self.renderer, self.call_format, text, 1) == len(text)
+
     def generation_prompt(self) -> str:
         """Return what opens a turn of the policy behind an answer of a tool."""
         conversation = self._conversation([self.tool_name], [_ANSWER])
@@ -148,7 +170,7 @@ class Probes:
         """Return whether the template shows the thought of the newest message."""
         turn = assistant_message(AssistantMessage(_THOUGHT, "", (probe_call(self.tool_name),)), self.style)
         try:
-            return _THOUGHT in self.renderer.render([user_message(PROBE), turn])
+            return _THOUGHT in self.renderer.render([user_message(QUESTION), turn])
         except TemplateFailure:
             return False
 
@@ -163,10 +185,7 @@ class Probes:
             raise UserError(f"{self.renderer.title} drops the answers of tools; {_TAGS_INSTEAD}")
         end_of_call = first_of(self.renderer.control_tokens, reply)
         if not end_of_call:
-            raise UserError(
-                f"{self.renderer.title} ends a turn with no control token of the tokenizer; add the token"
-                f" that it writes there to the tokenizer, or {_TAGS_INSTEAD}"
-            )
+            raise UserError(f"{self.renderer.title} does not work with tools: {NO_END}; {_TAGS_INSTEAD}")
         end_of_answer = self._end_of_answer() or str(self.renderer.tokenizer.eos_token or "")
         others = [token for token in self.call_format.turn_ends if token in self.renderer.control_tokens]
         every_end = dict.fromkeys(end for end in (end_of_call, end_of_answer, *others) if end)
@@ -200,13 +219,13 @@ class Probes:
             tool_message(call, index, text)
             for index, (call, text) in enumerate(zip(calls, texts, strict=True))
         ]
-        return [user_message(PROBE), turn, *answers]
+        return [user_message(QUESTION), turn, *answers]
 
     def _end_of_answer(self) -> str:
         """Return the control token behind an answer; "" if there is none."""
         turn = assistant_message(AssistantMessage("", _ANSWER, ()), self.style)
-        conversation = [user_message(PROBE), turn]
-        for more in ([], [user_message(PROBE)]):
+        conversation = [user_message(QUESTION), turn]
+        for more in ([], [user_message(QUESTION)]):
             try:
                 text = self.renderer.render([*conversation, *more])
             except TemplateFailure:
@@ -236,3 +255,13 @@ def place_of_end(renderer: TemplateRenderer, call_format: CallFormat, text: str,
         if match[0] not in parts_of_calls:
             return match.start()
     return len(text)
+
+
+def _length_of_common_beginning(opened: str, text: str) -> int:
+    """Return how many characters an opened turn and a turn have in common, without half of a tag."""
+    common = os.path.commonprefix([opened, text])
+    if common == opened:
+        return len(common)
+    tag = max(common.rfind("<"), common.rfind("["))
+    is_open = tag > max(common.rfind(">"), common.rfind("]"))
+    return tag if is_open else len(common)
