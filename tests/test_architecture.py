@@ -47,7 +47,8 @@ OPTIONAL = {
 CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
-        *("commands.evaluate", "metrics.trackers", "run.critic_training", "run.tracking"),
+        *("commands.evaluate", "commands.tool_demonstration_tokens", "metrics.trackers"),
+        *("run.critic_training", "run.tracking"),
         *("rollout.tool_protocol", "protocols.formats", "policy.kernels.blockwise", "policy.kernels.splash"),
         *("policy.kernels.triton", "policy.kernels.tokamax_kernels"),
         *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from calibadv_jax.core.errors import UserError
@@ -19,6 +20,7 @@ from calibadv_jax.core.tool_calls import (
     AssistantMessage,
     ToolCall,
     ToolSchema,
+    readable_call,
     rewrite_texts,
 )
 from calibadv_jax.protocols.call_format import CallFormat
@@ -231,6 +233,51 @@ class ConversationTemplate:
         if ids[: len(ending)] == ending:
             return ids[len(ending) :]
         return self.renderer.encode(text)
+
+    def write_turn(self, message: AssistantMessage, opening: str) -> str:
+        """Return a turn as the policy should write it, with the control token that ends it.
+
+        It is spelled as the template spells it while it is the newest message; if that is not the whole turn,
+        as the format writes it.
+
+        Args:
+            message: The turn; its texts are stripped.
+            opening: What the environment wrote at the beginning of the turn.
+
+        Raises:
+            UserError: The turn cannot be written so that `parse` reads it again.
+        """
+        end = self.end_of_call if message.calls else self.end_of_answer
+        question = [user_message(QUESTION)]
+        try:
+            before = self._prompt_of_question
+            newest = self.renderer.render([*question, self.chat_message(message)])
+        except TemplateFailure as failure:
+            raise UserError(
+                f"{self.renderer.title} refuses a turn of the assistant: {failure}; leave the turn out"
+            ) from failure
+        spelled = ""
+        if newest.startswith(before) and before.endswith(opening):
+            spelled, _, _ = newest[len(before) :].partition(end)
+        for text in (spelled, self.call_format.write_turn(message, opening)):
+            if self.parse(text, opening) == message and not any(token in text for token in self.end_of_turn):
+                return text + end
+        if message.thought and self.call_format.thought_tags[1] in opening:
+            raise UserError(
+                f"{self.renderer.title} closes the thought before the turn, but a turn has the thought"
+                f" {message.thought[:60]!r}; remove the thoughts, or let the template think"
+                " (prompt.chat_template_kwargs)"
+            )
+        calls = "; ".join(readable_call(call) for call in message.calls)
+        raise UserError(
+            f"{self.renderer.title} cannot write the turn {(calls or message.content)[:120]!r} so that the"
+            f" format {self.call_format.name} reads it again; remove markup from its texts, or leave it out"
+        )
+
+    @cached_property
+    def _prompt_of_question(self) -> str:
+        """The prompt of a question alone."""
+        return self.renderer.render([user_message(QUESTION)], opens_turn=True)
 
     def chat_message(self, message: AssistantMessage) -> ChatMessage:
         """Return a turn of the policy as a message for this chat template."""

@@ -117,7 +117,7 @@ class ToolProtocol(TurnProtocol):
         was_cut_off = completion.stop_reason in ("length", "abort")
         answer = ""
         calls: tuple[ToolCall, ...] = ()
-        flaw = self._flaw(message)
+        flaw = self.flaw_of(message)
         if was_cut_off:
             kind = "unfinished"
             flaw = f"The turn was cut after {len(completion.token_ids)} tokens."
@@ -145,8 +145,12 @@ class ToolProtocol(TurnProtocol):
             flaw=flaw,
         )
 
-    def _flaw(self, message: AssistantMessage) -> str:
-        """Return why a message is neither a list of calls that can be executed nor an answer; "" if it is."""
+    def flaw_of(self, message: AssistantMessage) -> str:
+        """Return why a message is neither a list of calls that can be executed nor an answer; "" if it is.
+
+        Args:
+            message: A message of the policy.
+        """
         if not message.calls:
             if message.flaw:
                 return message.flaw
@@ -184,10 +188,23 @@ class ToolProtocol(TurnProtocol):
 
     async def execute(self, turn: Turn, actions: Mapping[str, Action]) -> Observation:
         """Execute the calls of a turn at the same time, and answer them in their order."""
-        num_calls = len(turn.calls)
         limit = self.settings.rollout.max_observation_length
         results = await gather([self._call(call, actions[call.name], limit) for call in turn.calls])
-        limits = [min(limit // num_calls, actions[call.name].max_length or limit) or 1 for call in turn.calls]
+        return self.observe(turn, results)
+
+    def observe(self, turn: Turn, results: Sequence[CallResult]) -> Observation:
+        """Return the observation that answers the calls of a turn.
+
+        Args:
+            turn: A turn with calls.
+            results: What each call brought.
+
+        Raises:
+            UserError: Not even empty texts fit into rollout.max_observation_length.
+        """
+        limit = self.settings.rollout.max_observation_length
+        own_limits = {action.name: action.max_length for action in self.settings.enabled_actions}
+        limits = [min(limit // len(turn.calls), own_limits[call.name] or limit) or 1 for call in turn.calls]
         ids, text = self._reply(turn, results, limits)
         documents: tuple[Document, ...] = ()
         for result in results:
