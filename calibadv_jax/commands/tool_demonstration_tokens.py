@@ -57,8 +57,13 @@ class ToolEncoder(DemonstrationEncoder):
     @property
     def message_reader(self) -> MessageReader:
         """What reads messages with tool calls."""
-        template = self.protocol.template
-        return MessageReader(lambda text: template.parse(text, ""), self.protocol.flaw_of)
+        return MessageReader(self._read_text, self.protocol.flaw_of)
+
+    def _read_text(self, text: str) -> AssistantMessage:
+        """Return the message of a text, whose thought and calls may be written in the format."""
+        if any(marker in text for marker in self.protocol.format.markers):
+            return self.protocol.template.parse(text, "")
+        return AssistantMessage("", text, ())
 
     @property
     def turn_neutraliser(self) -> Neutraliser:
