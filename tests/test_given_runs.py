@@ -300,7 +300,12 @@ def test_reader_of_printed_groups_may_end_early(gift):
 
 def test_values_of_the_user_are_not_asked_about(gift, capsys):
     """One word for each deed, or a config of the user's own with the same values."""
-    words = ["tools=[search]", "tool_calls.format=auto", "retriever.url=http://127.0.0.1:1", "sampler.name=jax"]
+    words = [
+        "tools=[search]",
+        "tool_calls.format=auto",
+        "retriever.url=http://127.0.0.1:1",
+        "sampler.name=jax",
+    ]
     kept = Path("gift/configs/0.yaml")
     config = load_config(kept, words, trust=Trust("ask", folders={str(kept): Path("gift")}))
     assert config.retriever.url == "http://127.0.0.1:1"
