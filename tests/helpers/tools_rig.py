@@ -83,12 +83,13 @@ def call_text(name: str = "search", **arguments: object) -> str:
 
 
 # Whole calls as tokens of their own, so that a policy without training calls tools.
-CALL_TOKENS = tuple(call_text(query=query) for query in ("born", "city", "book"))
+CALL_TOKENS = tuple(call_text(query=query) for query in ("lives in", "founded by", "based in"))
 # Logits that `write_policy` adds to some tokens.
 FREQUENT = {**dict.fromkeys(CALL_TOKENS, 7.0), "a": 7.0, "b": 7.0, END: 8.0}
 POLICY = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-POLICY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+POLICY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 POLICY |= {"tie_word_embeddings": False, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+POLICY |= {"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0}
 
 
 def write_policy(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A run with tool calls on real parts: trained, killed and resumed, kept, replayed, shown and evaluated. Slow."""
+"""A run with tool calls on real parts: trained, killed and resumed, replayed, shown and evaluated. Slow."""
 
 import json
 import os
@@ -32,7 +32,12 @@ SETTINGS = [
     *("rollout.protocol=tool_calls", "prompt.template=paper", "prompt.system=Answer.", "policy.tokenizer="),
     *("rollout.questions_per_step=4", "rollout.group_size=4", "rollout.max_searches=2"),
     *("rollout.max_prompt_length=1024", "rollout.max_observation_length=512", "rollout.max_length=2048"),
-    *("rollout.max_turn_length=24", "sampler.slots=16", "sampler.decode_chunk=8", "sampler.prefill_chunk=256"),
+    *(
+        "rollout.max_turn_length=24",
+        "sampler.slots=16",
+        "sampler.decode_chunk=8",
+        "sampler.prefill_chunk=256",
+    ),
     *("learner.pack_length=2048", "learner.microbatch_rows=4", "checkpoint.every=1", "mesh.fsdp=1"),
     *("log.backends=[]", f"learner.steps={STEPS}", "evaluate.every=4", "evaluate.sample_size=3"),
     # The policy hardly ever answers right: reward what it does vary in, so that there is something to learn.
@@ -87,7 +92,9 @@ def whole(parts, tmp_path_factory):
 def test_run_trains_on_tool_calls(whole):
     assert [row["step"] for row in rows(whole)] == [1, 2, 3, 4]
     steps = [read_step(find_step(whole, step)) for step in range(1, STEPS + 1)]
-    trajectories = [trajectory for step in steps for group in step.groups for trajectory in group.trajectories]
+    trajectories = [
+        trajectory for step in steps for group in step.groups for trajectory in group.trajectories
+    ]
     assert {trajectory.protocol for trajectory in trajectories} == {"tool_calls"}
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     called = [turn for turn in turns if turn.documents]
@@ -123,13 +130,15 @@ def test_killed_run_ends_as_an_undisturbed_one(parts, whole, tmp_path):
 
 def test_commands_read_the_run(parts, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert "has the kept advantage" in call(capsys, "replay", str(whole), "--step", "2").replace("\n", " ")
-    call(capsys, "audit", str(whole))
+    assert "has the kept advantage" in call(
+        capsys, "replay", str(whole), "--step", "2", "--trust-run"
+    ).replace("\n", " ")
+    call(capsys, "audit", str(whole), "--trust-run")
     shown = call(capsys, "inspect", str(whole), "--print", "--step", "2")
     assert "search" in shown
     page = tmp_path / "page.html"
     call(capsys, "inspect", str(whole), "--page", str(page))
-    assert 'search(query=' in page.read_text(encoding="utf-8").replace("&#34;", '"')
+    assert "search(query=" in page.read_text(encoding="utf-8").replace("&#34;", '"')
     output = tmp_path / "evaluation.json"
     call(capsys, "evaluate", *words_of(parts, whole, f"evaluate.output={output}", "data.eval_limit=3"))
     assert json.loads(output.read_text())
