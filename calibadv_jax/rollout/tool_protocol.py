@@ -188,8 +188,8 @@ class ToolProtocol(TurnProtocol):
 
     async def execute(self, turn: Turn, actions: Mapping[str, Action]) -> Observation:
         """Execute the calls of a turn at the same time, and answer them in their order."""
-        limit = self.settings.rollout.max_observation_length
-        results = await gather([self._call(call, actions[call.name], limit) for call in turn.calls])
+        calls = zip(turn.calls, self._limits(turn.calls), strict=True)
+        results = await gather([self._call(call, actions[call.name], limit) for call, limit in calls])
         return self.observe(turn, results)
 
     def observe(self, turn: Turn, results: Sequence[CallResult]) -> Observation:
@@ -202,18 +202,21 @@ class ToolProtocol(TurnProtocol):
         Raises:
             UserError: Not even empty texts fit into rollout.max_observation_length.
         """
-        limit = self.settings.rollout.max_observation_length
-        own_limits = {action.name: action.max_length for action in self.settings.enabled_actions}
-        limits = [min(limit // len(turn.calls), own_limits[call.name] or limit) or 1 for call in turn.calls]
+        limits = self._limits(turn.calls)
         ids, text = self._reply(turn, results, limits)
         documents: tuple[Document, ...] = ()
         for result in results:
             documents += result.documents
         return Observation(ids, text, documents, all(result.is_refused for result in results))
 
-    async def _call(self, call: ToolCall, action: Action, limit: int) -> CallResult:
-        """Execute a call."""
-        max_length = min(limit, action.max_length or limit)
+    def _limits(self, calls: Sequence[ToolCall]) -> list[int]:
+        """Return the tokens that the reply to each call may have."""
+        max_length = self.settings.rollout.max_observation_length
+        own_limits = {action.name: action.max_length for action in self.settings.enabled_actions}
+        return [min(max_length, own_limits[call.name] or max_length) for call in calls]
+
+    async def _call(self, call: ToolCall, action: Action, max_length: int) -> CallResult:
+        """Execute a call, of whose result `max_length` tokens may be shown."""
         return await call_action(
             action,
             lambda: action.parse_arguments(call.arguments),
@@ -250,14 +253,14 @@ class ToolProtocol(TurnProtocol):
             excess = len(ids) - max_length
             if excess <= 0:
                 return np.asarray(ids, np.int32), text
-            longest = max(range(len(texts)), key=lambda index: len(texts[index]))
-            if not texts[longest]:
+            if not any(texts):
                 raise UserError(
                     f"rollout.max_observation_length is {max_length}, but the chat template alone needs"
                     f" {len(ids)} tokens for {len(texts)} replies: raise it, or lower tool_calls.max_calls"
                 )
-            length = len(encode(tokenizer, texts[longest]))
-            texts[longest] = _cut(texts[longest], tokenizer, max(0, length - excess))
+            lengths = [len(encode(tokenizer, text)) for text in texts]
+            limit = _common_limit(lengths, sum(lengths) - excess)
+            texts = [_cut(text, tokenizer, limit) for text in texts]
 
     def notice(self, turn: Turn) -> Observation:
         """Return the notice after an invalid turn: what was wrong, and how to go on."""
@@ -306,6 +309,17 @@ def _kind(calls: Sequence[ToolCall]) -> str:
     if any(call.name == "search" for call in calls):
         return "search"
     return calls[0].name
+
+
+def _common_limit(lengths: Sequence[int], total: int) -> int:
+    """Return the largest limit under which lengths that are cut to it sum to at most `total`; at least 0."""
+    remaining = max(0, total)
+    for index, length in enumerate(sorted(lengths)):
+        share = remaining // (len(lengths) - index)
+        if length > share:
+            return share
+        remaining -= length
+    return max(lengths)
 
 
 def _cut(text: str, tokenizer: Any, max_length: int) -> str:

@@ -17,6 +17,7 @@ import jax
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.data import FROM_DATA
 from calibadv_jax.config.sections.policy import REMAINING_DEVICES
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.contrib import teacher as teaching
 from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
@@ -278,6 +279,8 @@ async def _judge_both(judge: JudgeClient, question: Question, right: str) -> tup
 
 def check_prompt(config: Config) -> list[str]:
     """Check that there is a prompt template of the name."""
+    if config.rollout.protocol == TOOL_CALLS and config.prompt.template != FROM_DATA:
+        return ["prompt.system and prompt.user, for tool calls"]
     if config.prompt.template != FROM_DATA:
         template_text(config.prompt.template)  # refuses an unknown name
     return [f"template {config.prompt.template}"]
