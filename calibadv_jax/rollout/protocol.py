@@ -182,6 +182,17 @@ class TurnProtocol(ABC):
             turn: an invalid turn.
         """
 
+    @abstractmethod
+    def reply_texts(self, turn: Turn) -> list[str]:
+        """Return the texts in a turn's observation, without what the protocol writes around them.
+
+        Args:
+            turn: a turn with its observation.
+
+        Returns:
+            The reply to the action, or to each call in order.
+        """
+
     def describe(self) -> list[str]:
         """Return what the start of a run says about the protocol, in sentences, one a line."""
         return []

@@ -8,7 +8,7 @@ import numpy as np
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Completion
-from calibadv_jax.core.tags import parse_turn, text_with_opening
+from calibadv_jax.core.tags import CLOSE_INFORMATION, OPEN_INFORMATION, parse_turn, text_with_opening
 from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Question, Turn
 from calibadv_jax.rollout.actions import grammar_of, invalid_notice
@@ -98,3 +98,9 @@ class TagProtocol(TurnProtocol):
     def notice(self, turn: Turn) -> Observation:
         """Return the notice after an invalid turn, which says how each action is called."""
         return Observation(*self.observations.invalid())
+
+    def reply_texts(self, turn: Turn) -> list[str]:
+        """Return the text between the tags of an observation; nothing for a notice."""
+        _, _, after_opening = turn.observation_text.partition(OPEN_INFORMATION)
+        shown, _, _ = after_opening.rpartition(CLOSE_INFORMATION)
+        return [shown]

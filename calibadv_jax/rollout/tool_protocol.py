@@ -54,6 +54,8 @@ ANSWER_FORMATS = {
 # Characters of a notice that say what was wrong, and of a tool's name in it.
 LONGEST_FLAW = 400
 LONGEST_NAME = 60
+# What `reply_texts` puts in the place of a reply: letters, which no template changes.
+_REPLY = "calibadvreply"
 # Chat templates whose derived parts are kept in memory.
 _KEPT_TEMPLATES = 8
 
@@ -275,6 +277,17 @@ class ToolProtocol(TurnProtocol):
         if turn.stop_reason != "eos":
             return ""
         return decode(self.settings.tokenizer, turn.token_ids[-1:].tolist())
+
+    def reply_texts(self, turn: Turn) -> list[str]:
+        """Return the reply to each call of a turn, or the notice after an invalid one."""
+        calls = turn.calls or (ToolCall(next(iter(self.schemas)), {}),)
+        around = self.template.reply(calls, [_REPLY] * len(calls), self._ended_by(turn)).split(_REPLY)
+        text = turn.observation_text.removeprefix(around[0])
+        texts = []
+        for separator in around[1:-1]:
+            reply, _, text = text.partition(separator)
+            texts.append(reply)
+        return [*texts, text.removesuffix(around[-1])]
 
     # --- Thoughts ---
 
