@@ -9,6 +9,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tool_calls import ToolSchema
 from calibadv_jax.core.user_functions import describe_failure, import_user_function, is_address
 from calibadv_jax.protocols.call_format import CallFormat
+from calibadv_jax.protocols.chat_template import ConversationTemplate
 from calibadv_jax.protocols.gpt_oss_format import GptOssFormat
 from calibadv_jax.protocols.plain_formats import LlamaJsonFormat, MistralFormat
 from calibadv_jax.protocols.probes import (
@@ -138,6 +139,27 @@ def detect_format(
         f"{renderer.title} does not work with tools: {reason}; choose a policy whose template supports them,"
         f" rollout.protocol=tags, or a format of your own ({KEY}=package.module:Class)"
     )
+
+
+def end_of_turn_ids(
+    tokenizer: Any, name: str, template_kwargs: Mapping[str, Any], date_string: str
+) -> list[int]:
+    """Return the tokens that end a turn in a chat template.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        name: As in `load_format`.
+        template_kwargs: `prompt.chat_template_kwargs`.
+        date_string: `prompt.date_string`.
+
+    Raises:
+        UserError: The template does not work with tools.
+    """
+    call_format = load_format(name, tokenizer, template_kwargs, date_string)
+    template = ConversationTemplate.derive(
+        tokenizer, [_PROBE_TOOL], call_format, template_kwargs, date_string
+    )
+    return [tokenizer.convert_tokens_to_ids(token) for token in template.end_of_turn]
 
 
 def _renderer(

@@ -44,6 +44,12 @@ TEMPLATES = {
     "paper": _PAPER.replace(ACTIONS_PLACE, _SEARCH_ACTION),
     "short": "Question: {question}\n",
 }
+# Sentences for {answer_format} in prompt.system, by the place of the answer.
+ANSWER_FORMATS = {
+    "whole": "Then reply with the answer alone, in a few words and without an explanation.",
+    "tag": "Then reply with the answer, in a few words, between <answer> and </answer>.",
+    "box": "Then reply with the answer, in a few words, in \\boxed{}.",
+}
 BATCH = 1024  # Prompts that are tokenized together, on all cores.
 _ENDING_LENGTH = 256  # Characters at a prompt's end in which the beginning of the first turn is looked for.
 _THOUGHT = re.compile("<think>.*", re.DOTALL)

@@ -35,7 +35,7 @@ from calibadv_jax.protocols.formats import load_format
 from calibadv_jax.protocols.template_check import check_template, require_exact
 from calibadv_jax.rollout.concurrency import gather
 from calibadv_jax.rollout.observation import cut_early, make_neutraliser
-from calibadv_jax.rollout.prompts import messages_of_data, shown_question
+from calibadv_jax.rollout.prompts import ANSWER_FORMATS, messages_of_data, shown_question
 from calibadv_jax.rollout.protocol import (
     CallResult,
     Observation,
@@ -45,12 +45,6 @@ from calibadv_jax.rollout.protocol import (
     read_text,
 )
 
-# Sentences for {answer_format} in prompt.system, by the place of the answer.
-ANSWER_FORMATS = {
-    "whole": "Then reply with the answer alone, in a few words and without an explanation.",
-    "tag": "Then reply with the answer, in a few words, between <answer> and </answer>.",
-    "box": "Then reply with the answer, in a few words, in \\boxed{}.",
-}
 # Characters of a notice that say what was wrong, and of a tool's name in it.
 LONGEST_FLAW = 400
 LONGEST_NAME = 60
