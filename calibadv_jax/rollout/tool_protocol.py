@@ -51,6 +51,8 @@ ANSWER_FORMATS = {
     "tag": "Then reply with the answer, in a few words, between <answer> and </answer>.",
     "box": "Then reply with the answer, in a few words, in \\boxed{}.",
 }
+# What stands before the answer in a message, by the place of the answer.
+ANSWER_PLACES = {"whole": "", "tag": "<answer>", "box": "\\boxed{"}
 # Characters of a notice that say what was wrong, and of a tool's name in it.
 LONGEST_FLAW = 400
 LONGEST_NAME = 60
@@ -254,6 +256,11 @@ class ToolProtocol(TurnProtocol):
         if turn.stop_reason != "eos":
             return ""
         return decode(self.settings.tokenizer, turn.token_ids[-1:].tolist())
+
+    def begin_answer(self, opening: str) -> tuple[str, str]:
+        """Return what stands before an answer: the end of an open thought, and the place of the answer."""
+        place = ANSWER_PLACES[self.settings.answer_from]
+        return self.format.write_turn(AssistantMessage("", place, ()), opening), ""
 
     # --- Thoughts ---
 
