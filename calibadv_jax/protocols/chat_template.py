@@ -219,18 +219,13 @@ class ConversationTemplate:
     def encode(self, text: str, ended_by: str) -> list[int]:
         """Return the token ids of the environment's part, as they are behind the turn.
 
-        Tokenizers may treat the beginning of a text, or white space behind a control token, in their own way:
-        hence the text is encoded together with the token before it.
+        They are those of the text behind that token, see `TemplateRenderer.encode`.
 
         Args:
             text: What `reply` or `notice` returned.
             ended_by: The control token that ended the turn; "" if none did.
         """
-        ids = self.renderer.encode(ended_by + text)
-        ending = self.renderer.encode(ended_by) if ended_by else []
-        if ids[: len(ending)] == ending:
-            return ids[len(ending) :]
-        return self.renderer.encode(text)
+        return self.renderer.encode(text, behind=ended_by)
 
     def chat_message(self, message: AssistantMessage) -> ChatMessage:
         """Return a turn of the policy as a message for this chat template."""

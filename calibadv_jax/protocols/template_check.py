@@ -205,14 +205,15 @@ def rollout_segments(
         before = segments[-1]
         end = template.end_of_call if exchange.message.calls else template.end_of_answer
         sampled = _spelled_turn(template, history, before, exchange.message, end) + end
-        segments.append(Segment(sampled, tuple(template.renderer.encode(sampled)), True))
+        ids = template.renderer.encode(sampled, behind=before.text)
+        segments.append(Segment(sampled, tuple(ids), True))
         if not exchange.message.calls:
             continue
         for index, (call, answer) in enumerate(zip(exchange.message.calls, exchange.answers, strict=True)):
             history.append(tool_message(call, index, answer))
         reply = template.reply(exchange.message.calls, exchange.answers, end)
-        ids = tuple(template.encode(reply, end))
-        segments.append(Segment(reply, ids, False, template.opening))
+        reply_ids = template.encode(reply, end)
+        segments.append(Segment(reply, tuple(reply_ids), False, template.opening))
     return segments
 
 

@@ -93,6 +93,28 @@ def test_lines_say_what_is_trained():
     assert "no place for them" in check_template(family_template("llama3_1")).lines()[-1]
 
 
+@pytest.mark.parametrize("scheme", ["first", "always"])
+@pytest.mark.parametrize("name", ["mistral", "llama3_1"])
+def test_tokenizer_that_writes_a_space_before_the_first_word(name, scheme):
+    """As tokenizers of SentencePiece do: tokens of a text on its own are not those behind another."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"\u2581": 0, **{chr(code): code for code in range(1, 256)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    call_format, control_tokens = FAMILIES[name]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in control_tokens])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=control_tokens[0], bos_token=control_tokens[1]
+    )
+    wrapped.chat_template = template_text(name)
+    template = ConversationTemplate.derive(wrapped, TOOLS, FORMATS[call_format]())
+    result, by_case = causes(template)
+    assert result.is_exact, by_case
+
+
 def test_history_refuse():
     require_exact(check_template(family_template("magistral")))
     with pytest.raises(UserError, match="test/qwen3 differs from the rollout in turn 1 .*history=keep"):
