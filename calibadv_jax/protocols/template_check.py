@@ -235,8 +235,9 @@ def compare(
     except TemplateFailure as failure:
         return [Difference(Cause.REFUSAL, len(exchanges), in_template=str(failure))]
     text = "".join(segment.text for segment in segments)
-    if whole.startswith(text):
-        # Behind the last turn, the template may write what belongs to the next message.
+    # Behind the last turn, the template may write what belongs to the next message, or leave to it what ends
+    # the turn.
+    if whole.startswith(text) or whole == text.removesuffix(template.end_of_answer):
         return _compare_tokens(template, segments, text)
     return list(_compare_texts(template, segments, exchanges, whole))
 
@@ -301,7 +302,9 @@ def _compare_texts(
                 yield Difference(Cause.ENVIRONMENT, number, answer, whole[position:])
                 return
         rendered = whole[position:end]
-        is_same = rendered == turn if exchange.message.calls else rendered.startswith(turn)
+        is_same = rendered == turn
+        if not exchange.message.calls:
+            is_same = rendered.startswith(turn) or rendered == turn.removesuffix(template.end_of_answer)
         if not is_same:
             yield Difference(_cause_of(template.call_format, turn, rendered), number, turn, rendered)
         if exchange.message.calls:

@@ -72,6 +72,31 @@ def test_template_that_closes_the_thought_is_compared_without_thoughts():
     ]
 
 
+def test_end_of_a_turn_that_the_next_message_writes():
+    """As GLM's templates do: the policy ends a turn with the token of the role that comes next."""
+    text = template_text("qwen2_5").replace(
+        "{{- '<|im_end|>\\n' -}}\n  {%- elif message.role == 'tool'", "{%- elif message.role == 'tool'"
+    )
+    text = text.replace(
+        "'<|im_start|>user\\n' ~ message.content ~ '<|im_end|>\\n'", "'<|user|>' ~ message.content"
+    )
+    text = text.replace("'<|im_start|>user'", "'<|tool|>'")
+    tokens = (
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|user|>",
+        "<|tool|>",
+        "<tool_call>",
+        "</tool_call>",
+    )
+    template = ConversationTemplate.derive(make_tokenizer(text, tokens), TOOLS, FORMATS["hermes"]())
+    assert template.end_of_turn == ("<|tool|>", "<|user|>")
+    assert template.reply([CALL], ["A"], "<|tool|>").startswith("\n<tool_response>\nA")
+    assert template.reply([CALL], ["A"], "<|user|>").startswith("\n<tool_response>\nA")
+    assert check_template(template).is_exact
+
+
 def test_thought_that_the_prompt_opens_and_the_template_drops():
     _, by_case = causes(family_template("forgetful", opens_thought=True))
     assert by_case["with thoughts", WITH] == [(Cause.DROPS_THOUGHT, 1), (Cause.DROPS_THOUGHT, 2)]
