@@ -19,7 +19,7 @@ _DELIMITERS = ("open", "close", "open_pattern", "close_pattern")
 
 
 class SchemaFormat(CallFormat):
-    """Calls as `tokenizer.parse_response` reads them.
+    """Calls as the method parse_response of transformers' tokenizers reads them.
 
     The markers are those that the response template writes out; patterns in it do not count. Texts behind a
     call are no flaw, since the parser does not say where they stood.
