@@ -48,7 +48,7 @@ CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
         *("commands.evaluate", "metrics.trackers", "run.critic_training", "run.tracking"),
-        *("policy.kernels.blockwise", "policy.kernels.splash"),
+        *("rollout.tool_protocol", "protocols.formats", "policy.kernels.blockwise", "policy.kernels.splash"),
         *("policy.kernels.triton", "policy.kernels.tokamax_kernels"),
         *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),
         *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.rollout_workers"),

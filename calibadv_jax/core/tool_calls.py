@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +53,14 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+
+
+def readable_call(call: ToolCall) -> str:
+    """Return a call as a line for readers: search(query="Who?")."""
+    arguments = []
+    for name, value in call.arguments.items():
+        arguments.append(f"{name}={json.dumps(value, ensure_ascii=False)}")
+    return f"{call.name}({', '.join(arguments)})"
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,17 @@ from calibadv_jax.rollout.actions import grammar_of
 CHARACTERS_PER_TOKEN = 16
 
 
-def make_neutraliser(tokenizer: Any, actions: Sequence[Action] = ()) -> Neutraliser:
+def make_neutraliser(
+    tokenizer: Any, actions: Sequence[Action] = (), markers: tuple[str, ...] = ()
+) -> Neutraliser:
     """Return the neutraliser of untrusted text for a tokenizer and these actions.
 
     Args:
         tokenizer: a tokenizer of transformers.
         actions: the actions that are on; none stand for search alone.
+        markers: texts of a tool-call format that untrusted text must not hold.
     """
-    return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), normaliser_of(tokenizer))
+    return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), normaliser_of(tokenizer), markers)
 
 
 def neutralise_reply(

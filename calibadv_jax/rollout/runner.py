@@ -18,6 +18,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.concurrency import gather
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ async def collect_group(
 
     group_size = context.rollout.group_size
     context.work["begun"] += group_size
-    trajectories = await _gather([write(index) for index in range(group_size)])
+    trajectories = await gather([write(index) for index in range(group_size)])
     return Group.from_attempts(question, trajectories)
 
 
@@ -148,23 +149,7 @@ async def collect_groups(
         failures.add(group)
         return group
 
-    return await _gather([collect(number, question) for number, question in enumerate(questions)])
-
-
-async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order. If one fails, raise its error once the others are cancelled and ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failures:
-        failure: BaseException = failures
-        while isinstance(failure, BaseExceptionGroup):
-            # The first error is the cause; later ones come from the cancellation.
-            failure = failure.exceptions[0]
-    else:
-        return [task.result() for task in tasks]
-    # Raised outside the except block, so that the error keeps its own cause and gets no other context.
-    raise failure
+    return await gather([collect(number, question) for number, question in enumerate(questions)])
 
 
 class Rollouts:

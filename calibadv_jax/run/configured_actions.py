@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, McpConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.tags import NAME, RESERVED
@@ -137,6 +138,8 @@ def describe_actions(config: Config) -> list[str]:
     if not actions:
         return []
     lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
+    if config.rollout.protocol == TOOL_CALLS:
+        return lines
     template = config.prompt.template
     if template != "paper" and ACTIONS_PLACE not in template:
         lines.append(
