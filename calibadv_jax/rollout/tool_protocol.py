@@ -184,19 +184,18 @@ class ToolProtocol(TurnProtocol):
 
     async def execute(self, turn: Turn, actions: Mapping[str, Action]) -> Observation:
         """Execute the calls of a turn at the same time, and answer them in their order."""
-        num_calls = len(turn.calls)
-        limit = self.settings.rollout.max_observation_length
-        results = await gather([self._call(call, actions[call.name], limit) for call in turn.calls])
-        limits = [min(limit // num_calls, actions[call.name].max_length or limit) or 1 for call in turn.calls]
+        max_length = self.settings.rollout.max_observation_length
+        limits = [min(max_length, actions[call.name].max_length or max_length) for call in turn.calls]
+        calls = zip(turn.calls, limits, strict=True)
+        results = await gather([self._call(call, actions[call.name], limit) for call, limit in calls])
         ids, text = self._reply(turn, results, limits)
         documents: tuple[Document, ...] = ()
         for result in results:
             documents += result.documents
         return Observation(ids, text, documents, all(result.is_refused for result in results))
 
-    async def _call(self, call: ToolCall, action: Action, limit: int) -> CallResult:
-        """Execute a call."""
-        max_length = min(limit, action.max_length or limit)
+    async def _call(self, call: ToolCall, action: Action, max_length: int) -> CallResult:
+        """Execute a call, of whose result `max_length` tokens may be shown."""
         return await call_action(
             action,
             lambda: action.parse_arguments(call.arguments),
@@ -233,14 +232,14 @@ class ToolProtocol(TurnProtocol):
             excess = len(ids) - max_length
             if excess <= 0:
                 return np.asarray(ids, np.int32), text
-            longest = max(range(len(texts)), key=lambda index: len(texts[index]))
-            if not texts[longest]:
+            if not any(texts):
                 raise UserError(
                     f"rollout.max_observation_length is {max_length}, but the chat template alone needs"
                     f" {len(ids)} tokens for {len(texts)} replies: raise it, or lower tool_calls.max_calls"
                 )
-            length = len(encode(tokenizer, texts[longest]))
-            texts[longest] = _cut(texts[longest], tokenizer, max(0, length - excess))
+            lengths = [len(encode(tokenizer, text)) for text in texts]
+            limit = _common_limit(lengths, sum(lengths) - excess)
+            texts = [_cut(text, tokenizer, limit) for text in texts]
 
     def notice(self, turn: Turn) -> Observation:
         """Return the notice after an invalid turn: what was wrong, and how to go on."""
@@ -289,6 +288,17 @@ def _kind(calls: Sequence[ToolCall]) -> str:
     if any(call.name == "search" for call in calls):
         return "search"
     return calls[0].name
+
+
+def _common_limit(lengths: Sequence[int], total: int) -> int:
+    """Return the largest limit under which lengths that are cut to it sum to at most `total`; at least 0."""
+    remaining = max(0, total)
+    for index, length in enumerate(sorted(lengths)):
+        share = remaining // (len(lengths) - index)
+        if length > share:
+            return share
+        remaining -= length
+    return max(lengths)
 
 
 def _cut(text: str, tokenizer: Any, max_length: int) -> str:
