@@ -164,11 +164,6 @@ class Config(Section):
             yield (
                 "prompt.chat is off, but rollout.protocol=tool_calls needs the chat template: set it to auto"
             )
-        if self.advantage.probed:
-            yield (
-                f"advantage.name is {self.advantage.name}, which measures the golden answer inside <answer>, "
-                "and does not work with rollout.protocol=tool_calls yet: choose another estimator"
-            )
 
     def _length_faults(self) -> Iterator[str]:
         steps = self.learner.steps

@@ -41,8 +41,8 @@ from calibadv_jax.protocols.rendering import (
 )
 from calibadv_jax.protocols.template_date import DEFAULT_DATE
 
-# Markup that a template writes around messages: <tool_response>, <|im_start|>, [TOOL_RESULTS].
-_MARKUP = re.compile(r"</?\w+=?>?|<[|｜][^<>\s]+[|｜]>|\[/?[A-Z]{2,}(?:_[A-Z]+)*\]")
+# Markup that a template writes into messages: <tool_call>, <function=, <|im_start|>, [TOOL_RESULTS].
+_MARKUP = re.compile(r"</?\w{2,}=?>?|<[|｜][^<>\s]+[|｜]>|\[/?[A-Z]{2,}(?:_[A-Z]+)*\]")
 _TAGS_INSTEAD = "choose a policy whose template supports tools, or rollout.protocol=tags"
 
 
@@ -111,7 +111,8 @@ class ConversationTemplate:
         end_of_call, end_of_answer, end_of_turn = probes.turn_ends()
         if not probes.shows_thoughts():
             style = replace(style, thought_tags=call_format.thought_tags)
-        markers = tuple(dict.fromkeys([*call_format.markers, *probes.markup(_MARKUP)]))
+        markup = (*call_format.markers, *call_format.thought_tags, *probes.markup(_MARKUP))
+        markers = tuple(dict.fromkeys(markup))
         template = cls(
             renderer=renderer,
             call_format=call_format,
@@ -221,18 +222,13 @@ class ConversationTemplate:
     def encode(self, text: str, ended_by: str) -> list[int]:
         """Return the token ids of the environment's part, as they are behind the turn.
 
-        Tokenizers may treat the beginning of a text, or white space behind a control token, in their own way:
-        hence the text is encoded together with the token before it.
+        They are those of the text behind that token, see `TemplateRenderer.encode`.
 
         Args:
             text: What `reply` or `notice` returned.
             ended_by: The control token that ended the turn; "" if none did.
         """
-        ids = self.renderer.encode(ended_by + text)
-        ending = self.renderer.encode(ended_by) if ended_by else []
-        if ids[: len(ending)] == ending:
-            return ids[len(ending) :]
-        return self.renderer.encode(text)
+        return self.renderer.encode(text, behind=ended_by)
 
     def write_turn(self, message: AssistantMessage, opening: str) -> str:
         """Return a turn as the policy should write it, with the control token that ends it.

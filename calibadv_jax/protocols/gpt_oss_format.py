@@ -21,7 +21,7 @@ class GptOssFormat(CallFormat):
     """Messages in channels: gpt-oss.
 
     The channel "analysis" holds thoughts and "final" the answer. A message of the channel "commentary" to
-    ``functions.NAME`` is a call, and ends the turn. There is one call a turn.
+    the recipient "functions.NAME" is a call, and ends the turn. There is one call a turn.
     """
 
     name = "gpt_oss"

@@ -186,6 +186,11 @@ class Probes:
         end_of_call = first_of(self.renderer.control_tokens, reply)
         if not end_of_call:
             raise UserError(f"{self.renderer.title} does not work with tools: {NO_END}; {_TAGS_INSTEAD}")
+        if end_of_call in self.generation_prompt():
+            raise UserError(
+                f"{self.renderer.title} does not work with tool_calls.format {self.call_format.name}: behind"
+                f" a call it seems to write {end_of_call}, which opens turns too; choose another format"
+            )
         end_of_answer = self._end_of_answer() or str(self.renderer.tokenizer.eos_token or "")
         others = [token for token in self.call_format.turn_ends if token in self.renderer.control_tokens]
         every_end = dict.fromkeys(end for end in (end_of_call, end_of_answer, *others) if end)
@@ -204,12 +209,14 @@ class Probes:
         return -1 not in places and places == sorted(places)
 
     def markup(self, pattern: re.Pattern[str]) -> tuple[str, ...]:
-        """Return the markup that the template writes behind a call, around answers.
+        """Return the markup that the template writes for calls, answers, and turns.
 
         Args:
             pattern: Pattern of a piece of markup.
         """
-        return tuple(dict.fromkeys(pattern.findall(self.reply([self.tool_name], [_ANSWER]))))
+        text = self.renderer.render(self._conversation([self.tool_name], [_ANSWER]), opens_turn=True)
+        _, _, behind_question = text.rpartition(QUESTION)
+        return tuple(dict.fromkeys(pattern.findall(behind_question)))
 
     def _conversation(self, names: Sequence[str], texts: Sequence[str]) -> list[ChatMessage]:
         """Return a question, a turn with calls, and their answers."""

@@ -123,8 +123,25 @@ class TemplateRenderer:
             raise TemplateFailure(describe_failure(error)) from error
         return str(text)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
+    def encode(self, text: str, behind: str = "") -> list[int]:
+        """Return the token ids of a text, without special tokens around it.
+
+        Args:
+            text: The text.
+            behind: What stands before it. Tokenizers treat the beginning of a text, or white space behind a
+                control token, in their own way.
+
+        Returns:
+            The ids of the text where it stands; on its own, if the tokenizer joins both at the border.
+        """
+        if not behind:
+            return encode(self.tokenizer, text)
+        # Control tokens part a text: what stands before the last of them does not matter.
+        context = behind[max((match.start() for match in self.control_pattern.finditer(behind)), default=0) :]
+        context_ids = encode(self.tokenizer, context)
+        ids = encode(self.tokenizer, context + text)
+        if ids[: len(context_ids)] == context_ids:
+            return ids[len(context_ids) :]
         return encode(self.tokenizer, text)
 
 

@@ -19,7 +19,7 @@ _DELIMITERS = ("open", "close", "open_pattern", "close_pattern")
 
 
 class SchemaFormat(CallFormat):
-    """Calls as `tokenizer.parse_response` reads them.
+    """Calls as the method parse_response of transformers' tokenizers reads them.
 
     The markers are those that the response template writes out; patterns in it do not count. Texts behind a
     call are no flaw, since the parser does not say where they stood.
@@ -46,6 +46,9 @@ class SchemaFormat(CallFormat):
         fields: dict[str, dict[str, Any]] = renderer.tokenizer.response_template["fields"]
         self.markers = tuple(dict.fromkeys(_literals(fields.values())))
         self._call_field = fields.get(_CALLS, {})
+        # The end of the turn, which closes contents, and in some response templates calls too.
+        content_end = _delimiters(fields.get("content", {}))
+        self._turn_end = next((token for token in renderer.control_tokens if token in content_end), "")
         for name in _THOUGHTS:
             opens, closes = fields.get(name, {}).get("open"), fields.get(name, {}).get("close")
             if isinstance(opens, str) and isinstance(closes, str):
@@ -59,7 +62,7 @@ class SchemaFormat(CallFormat):
 
     def parse(self, text: str, opening: str) -> AssistantMessage:
         try:
-            parsed = self._renderer.tokenizer.parse_response(text, prefix=opening)
+            parsed = self._renderer.tokenizer.parse_response(text + self._turn_end, prefix=opening)
         except Exception as error:  # the template's parsers and patterns may raise anything
             return AssistantMessage("", text.strip(), (), f"The turn cannot be read: {one_line(error)}.")
         thought = next((str(parsed[name]).strip() for name in _THOUGHTS if parsed.get(name)), "")
@@ -92,8 +95,14 @@ class SchemaFormat(CallFormat):
         raise UserError(f"{self._renderer.title} renders no call of {call.name}")
 
     def call_tokens(self) -> str:
-        """Return the markup of calls, where patterns stand without their backslashes."""
-        return "".join(str(self._call_field.get(key, "")).replace("\\", "") for key in _DELIMITERS)
+        """Return the markup of calls without that which ends contents too: the end of the turn."""
+        calls = _delimiters(self._call_field)
+        return calls.replace(self._turn_end, "") if self._turn_end else calls
+
+
+def _delimiters(field: dict[str, Any]) -> str:
+    """Return the markup of a field of a response template, where patterns stand without their backslashes."""
+    return "".join(str(field.get(key, "")).replace("\\", "") for key in _DELIMITERS)
 
 
 def _literals(fields: Any) -> Iterator[str]:

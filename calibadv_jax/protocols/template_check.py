@@ -205,14 +205,15 @@ def rollout_segments(
         before = segments[-1]
         end = template.end_of_call if exchange.message.calls else template.end_of_answer
         sampled = _spelled_turn(template, history, before, exchange.message, end) + end
-        segments.append(Segment(sampled, tuple(template.renderer.encode(sampled)), True))
+        ids = template.renderer.encode(sampled, behind=before.text)
+        segments.append(Segment(sampled, tuple(ids), True))
         if not exchange.message.calls:
             continue
         for index, (call, answer) in enumerate(zip(exchange.message.calls, exchange.answers, strict=True)):
             history.append(tool_message(call, index, answer))
         reply = template.reply(exchange.message.calls, exchange.answers, end)
-        ids = tuple(template.encode(reply, end))
-        segments.append(Segment(reply, ids, False, template.opening))
+        reply_ids = template.encode(reply, end)
+        segments.append(Segment(reply, tuple(reply_ids), False, template.opening))
     return segments
 
 
@@ -234,8 +235,9 @@ def compare(
     except TemplateFailure as failure:
         return [Difference(Cause.REFUSAL, len(exchanges), in_template=str(failure))]
     text = "".join(segment.text for segment in segments)
-    if whole.startswith(text):
-        # Behind the last turn, the template may write what belongs to the next message.
+    # Behind the last turn, the template may write what belongs to the next message, or leave to it what ends
+    # the turn.
+    if whole.startswith(text) or whole == text.removesuffix(template.end_of_answer):
         return _compare_tokens(template, segments, text)
     return list(_compare_texts(template, segments, exchanges, whole))
 
@@ -300,7 +302,9 @@ def _compare_texts(
                 yield Difference(Cause.ENVIRONMENT, number, answer, whole[position:])
                 return
         rendered = whole[position:end]
-        is_same = rendered == turn if exchange.message.calls else rendered.startswith(turn)
+        is_same = rendered == turn
+        if not exchange.message.calls:
+            is_same = rendered.startswith(turn) or rendered == turn.removesuffix(template.end_of_answer)
         if not is_same:
             yield Difference(_cause_of(template.call_format, turn, rendered), number, turn, rendered)
         if exchange.message.calls:

@@ -24,7 +24,7 @@ _STRFTIME_NOW = (
     "{%- endif -%}"
     "{%- for text in date_format.split('%%') -%}"
     "{%- set written = namespace(text=text) -%}"
-    f"{{%- for directive, part in {_PARTS}.items() -%}}"
+    f"{{%- for directive, part in {_PARTS}.items() if directive in text -%}}"
     "{%- set written.text = written.text.replace(directive, part) -%}"
     "{%- endfor -%}"
     "{{- '' if loop.first else '%' -}}{{- written.text -}}"

@@ -193,6 +193,18 @@ class TurnProtocol(ABC):
             The reply to the action, or to each call in order.
         """
 
+    @abstractmethod
+    def begin_answer(self, opening: str) -> tuple[str, str]:
+        """Return what the policy writes before the answer of its last turn.
+
+        Args:
+            opening: the environment's text before the turn.
+
+        Returns:
+            The beginning of the turn, with an empty thought where the protocol has one; and the space between
+            it and the answer.
+        """
+
     def describe(self) -> list[str]:
         """Return what the start of a run says about the protocol, in sentences, one a line."""
         return []

@@ -8,7 +8,14 @@ import numpy as np
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, Completion
-from calibadv_jax.core.tags import CLOSE_INFORMATION, OPEN_INFORMATION, parse_turn, text_with_opening
+from calibadv_jax.core.tags import (
+    CLOSE_INFORMATION,
+    OPEN_INFORMATION,
+    OPEN_THINK,
+    parse_turn,
+    text_after_opening,
+    text_with_opening,
+)
 from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Question, Turn
 from calibadv_jax.rollout.actions import grammar_of, invalid_notice
@@ -21,6 +28,18 @@ from calibadv_jax.rollout.protocol import (
     call_action,
     read_text,
 )
+
+# The text before the answer of a turn that does not think.
+ANSWER_BEGINNING = f"{OPEN_THINK}</think>\n<answer>"
+
+
+def begin_answer_in_tags(opening: str) -> tuple[str, str]:
+    """Return an empty thought and the tag of the answer, and the space before the answer.
+
+    Args:
+        opening: the environment's text before the turn.
+    """
+    return text_after_opening(opening, ANSWER_BEGINNING), " "
 
 
 class TagProtocol(TurnProtocol):
@@ -45,6 +64,10 @@ class TagProtocol(TurnProtocol):
         """Return a question's prompt as text, and the end of it that begins the first turn."""
         settings = self.settings
         return write_prompt(question, settings.tokenizer, settings.prompt, self.neutraliser, settings.actions)
+
+    def begin_answer(self, opening: str) -> tuple[str, str]:
+        """Return an empty thought and the tag of the answer, and a space."""
+        return begin_answer_in_tags(opening)
 
     def diagnose(self) -> list[str]:
         """Return the number of tokens of each tag, and whether the tokenizer supports tool calls too."""

@@ -45,6 +45,8 @@ from calibadv_jax.rollout.protocol import (
     read_text,
 )
 
+# What stands before the answer in a message, by the place of the answer.
+ANSWER_PLACES = {"whole": "", "tag": "<answer>", "box": "\\boxed{"}
 # Characters of a notice that say what was wrong, and of a tool's name in it.
 LONGEST_FLAW = 400
 LONGEST_NAME = 60
@@ -282,6 +284,11 @@ class ToolProtocol(TurnProtocol):
             reply, _, text = text.partition(separator)
             texts.append(reply)
         return [*texts, text.removesuffix(around[-1])]
+
+    def begin_answer(self, opening: str) -> tuple[str, str]:
+        """Return what stands before an answer: the end of an open thought, and the place of the answer."""
+        place = ANSWER_PLACES[self.settings.answer_from]
+        return self.format.write_turn(AssistantMessage("", place, ()), opening), ""
 
     # --- Thoughts ---
 

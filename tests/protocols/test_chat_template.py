@@ -386,6 +386,7 @@ def test_format_of_the_tokenizers_response_template():
     )
     template = ConversationTemplate.derive(tokenizer, TOOLS, call_format)
     assert template.reply([CALL], ["A"], "<|im_end|>") == CHATML_REPLY
+    assert {"</tool_call>", "<tool_response>", "<think>", "</think>"} <= set(template.markers)
     call = 'CALL search {"query": "Ann"}</tool_call>'
     assert call_format.write_call(CALL) == call
     assert template.parse(call) == AssistantMessage("", "", (CALL,))
@@ -397,6 +398,19 @@ def test_format_of_the_tokenizers_response_template():
     assert broken.calls == () and broken.flaw.startswith("The turn cannot be read: ")
     wrong = template.parse("CALL search [1]</tool_call>")
     assert wrong.calls == () and wrong.flaw
+
+
+def test_end_of_a_turn_that_the_response_template_takes_for_a_part_of_the_call():
+    tokenizer = described_tokenizer()
+    fields = {**RESPONSE_TEMPLATE["fields"]}
+    fields["tool_calls"] = {**fields["tool_calls"], "close": "</tool_call><|im_end|>"}
+    tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    template = ConversationTemplate.derive(tokenizer, TOOLS, load_format("schema", tokenizer))
+    assert template.end_of_turn == ("<|im_end|>",)
+    # Where nothing else says that the token ends the turn, the next one cannot.
+    fields["content"] = {"content": "text"}
+    with pytest.raises(UserError, match=r"tool_calls.format schema: .*<\|im_start\|>, which opens turns too"):
+        ConversationTemplate.derive(tokenizer, TOOLS, load_format("schema", tokenizer))
 
 
 def test_tool_with_markup_in_its_name_is_refused():

@@ -72,6 +72,31 @@ def test_template_that_closes_the_thought_is_compared_without_thoughts():
     ]
 
 
+def test_end_of_a_turn_that_the_next_message_writes():
+    """As GLM's templates do: the policy ends a turn with the token of the role that comes next."""
+    text = template_text("qwen2_5").replace(
+        "{{- '<|im_end|>\\n' -}}\n  {%- elif message.role == 'tool'", "{%- elif message.role == 'tool'"
+    )
+    text = text.replace(
+        "'<|im_start|>user\\n' ~ message.content ~ '<|im_end|>\\n'", "'<|user|>' ~ message.content"
+    )
+    text = text.replace("'<|im_start|>user'", "'<|tool|>'")
+    tokens = (
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|user|>",
+        "<|tool|>",
+        "<tool_call>",
+        "</tool_call>",
+    )
+    template = ConversationTemplate.derive(make_tokenizer(text, tokens), TOOLS, FORMATS["hermes"]())
+    assert template.end_of_turn == ("<|tool|>", "<|user|>")
+    assert template.reply([CALL], ["A"], "<|tool|>").startswith("\n<tool_response>\nA")
+    assert template.reply([CALL], ["A"], "<|user|>").startswith("\n<tool_response>\nA")
+    assert check_template(template).is_exact
+
+
 def test_thought_that_the_prompt_opens_and_the_template_drops():
     _, by_case = causes(family_template("forgetful", opens_thought=True))
     assert by_case["with thoughts", WITH] == [(Cause.DROPS_THOUGHT, 1), (Cause.DROPS_THOUGHT, 2)]
@@ -91,6 +116,28 @@ def test_lines_say_what_is_trained():
     assert "is trained" in lines[-1]
     assert "is trained" not in check_template(family_template("magistral")).lines()[-1]
     assert "no place for them" in check_template(family_template("llama3_1")).lines()[-1]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+@pytest.mark.parametrize("name", ["mistral", "llama3_1"])
+def test_tokenizer_that_writes_a_space_before_the_first_word(name, scheme):
+    """As tokenizers of SentencePiece do: tokens of a text on its own are not those behind another."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"\u2581": 0, **{chr(code): code for code in range(1, 256)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    call_format, control_tokens = FAMILIES[name]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in control_tokens])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=control_tokens[0], bos_token=control_tokens[1]
+    )
+    wrapped.chat_template = template_text(name)
+    template = ConversationTemplate.derive(wrapped, TOOLS, FORMATS[call_format]())
+    result, by_case = causes(template)
+    assert result.is_exact, by_case
 
 
 def test_history_refuse():

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools_rig import write_policy
+from packages import need
+from tools_rig import END, write_policy
 from trainer_rig import rows
+from transformers import AutoTokenizer
 
 from benchmarks.kill import SMALL_WORLD, final_params
 from calibadv_jax import cli
@@ -135,7 +137,7 @@ def test_commands_read_the_run(parts, whole, tmp_path, monkeypatch, capsys):
     kept = re.search(r"replayed: (\d+) of (\d+) turns have the advantage that was kept", replayed)
     assert kept and kept[1] == kept[2]
     call(capsys, "audit", str(whole), "--trust-run")
-    shown = call(capsys, "inspect", str(whole), "--print", "--step", "2")
+    shown = call(capsys, "inspect", str(whole), "--print")
     assert "search" in shown
     page = tmp_path / "page.html"
     call(capsys, "inspect", str(whole), "--page", str(page))
@@ -143,3 +145,24 @@ def test_commands_read_the_run(parts, whole, tmp_path, monkeypatch, capsys):
     output = tmp_path / "evaluation.json"
     call(capsys, "evaluate", *words_of(parts, whole, f"evaluate.output={output}", "data.eval_limit=3"))
     assert json.loads(output.read_text())
+
+
+def test_vllm_samples_tool_calls_ahead_of_the_steps(parts, tmp_path):
+    """Asynchronous mode: turns end at the template's control token, and log-probabilities agree."""
+    need("vllm", "torch")
+    folder, log = tmp_path / "run", tmp_path / "log"
+    words = ["sampler.name=vllm", "rollout.max_staleness=1", "loss.importance_cap=2", "learner.steps=3"]
+    assert start(parts, folder, log, *words, "evaluate.every=0").wait(1200) == 0, log.read_text()[-3000:]
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3]
+    assert rows(folder)[-1]["rollout/staleness/max"] == 1
+    assert max(row["rollout/probe_logprob_diff_max"] for row in rows(folder)) < 1e-3
+    steps = [read_step(find_step(folder, step)) for step in (1, 2, 3)]
+    trajectories = [
+        trajectory for step in steps for group in step.groups for trajectory in group.trajectories
+    ]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    assert any(turn.calls and turn.documents for turn in turns)
+    tokenizer = AutoTokenizer.from_pretrained(parts[1])
+    for turn in turns:
+        if turn.stop_reason == "eos":
+            assert tokenizer.decode(turn.token_ids[-1:]) == END and END not in turn.text
