@@ -181,7 +181,10 @@ EXPECTED = {
         "sampler.name", "retriever.encoder", "retriever.topk",
         "retriever.rerank_candidates", "retriever.reranker", "retriever.page_address", "retriever.model",
     ),
-    Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),
+    Mark.COLD_START: (
+        "run.seed", "policy.init", "policy.lora", "world", "prompt", "rollout.protocol", "tools",
+        "tool_calls", "sft",
+    ),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
         "retriever.url", "sampler.urls", "checkpoint", "evaluate", "export", "log",

@@ -42,6 +42,7 @@ class EventfulRollouts(ScriptedRollouts):
         group = write_group(number, question)
         for index, trajectory in enumerate(group.trajectories):
             trajectory.actions = ("search", "access")
+            trajectory.protocol = "tool_calls"
             trajectory.question = replace(question, supporting_ids=("d1",))
             trajectory.metrics |= {JUDGE: 1.0, JUDGE_AGREEMENT: 1.0}  # as the agent loop notes them
             trajectory.turns[0].documents = (Document("d1", "", ""), Document(f"x{index}", "", ""))

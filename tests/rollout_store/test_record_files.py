@@ -27,7 +27,7 @@ from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.metrics.shown_steps import answer_line, transcript
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout_store.reader import find_step, read_columns, read_metadata, read_step
+from calibadv_jax.rollout_store.reader import SharedFields, find_step, read_columns, read_metadata, read_step
 from calibadv_jax.rollout_store.schema import BYTE_SPLIT_COLUMNS, SCHEMA, VERSION, kept_steps
 from calibadv_jax.rollout_store.writer import RolloutWriter
 
@@ -253,7 +253,7 @@ def test_page_shows_queries_and_credit_of_other_actions(read_pages):
     assert tabulate(rows, [8, 5])["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
     assert INFORMATION in rows[0]["turns"][0]["observation_text"]
     pieces = SimpleNamespace(text=str, pieces=list)
-    shown = page_transcript(rows, pieces, CONFIG.advantage, "", ("search", "access"))
+    shown = page_transcript(rows, pieces, CONFIG.advantage, SharedFields(actions=("search", "access")))
     why = shown["trajectories"][1]["turns"][0]["why"]
     assert why.startswith("Softened. Correctness 1: it found 1 new silver document")
 
