@@ -169,6 +169,11 @@ class Config(Section):
             yield (
                 "prompt.chat is off, but rollout.protocol=tool_calls needs the chat template: set it to auto"
             )
+        if self.demonstrations.is_on:
+            yield (
+                "demonstrations.file is set, but groups can hold demonstrations with rollout.protocol=tags only: "
+                "leave it out, or begin with a cold start on them (sft.demonstrations)"
+            )
 
     def _length_faults(self) -> Iterator[str]:
         steps = self.learner.steps
