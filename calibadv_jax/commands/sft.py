@@ -48,6 +48,7 @@ from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
 from calibadv_jax.run.configured_actions import make_actions
+from calibadv_jax.run.configured_protocol import require_tags
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
 from calibadv_jax.run.tracking import COLD_START_KIND, describe_run
@@ -92,6 +93,7 @@ def run(config: Config) -> None:
         UserError: Bad input, files that another process writes, or the training diverged.
     """
     require_single_process(config.distributed, "sft")
+    require_tags(config, "sft")
     if not config.sft.phases:
         raise UserError("sft.phases is empty: nothing would be trained; add a phase, such as {steps: 100}")
     console = Console(config.log.progress)

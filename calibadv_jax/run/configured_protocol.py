@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.sections.rollout import TAGS
+from calibadv_jax.core.errors import UserError
 from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol
 from calibadv_jax.rollout.protocol_choice import make_protocol
 from calibadv_jax.run.configured_actions import make_actions
@@ -26,3 +28,20 @@ def configured_protocol(config: Config, tokenizer: Any) -> TurnProtocol:
             tokenizer, config.rollout, config.prompt, actions, config.tool_calls, config.answer_from
         )
     )
+
+
+def require_tags(config: Config, command: str) -> None:
+    """Refuse a command that writes or learns demonstrations in tags alone.
+
+    Args:
+        config: The run's config.
+        command: Name of the command.
+
+    Raises:
+        UserError: The protocol is another one.
+    """
+    if config.rollout.protocol != TAGS:
+        raise UserError(
+            f"rollout.protocol is {config.rollout.protocol}, but calibadv {command} knows demonstrations in"
+            " tags alone: set rollout.protocol=tags, or begin with a policy that calls tools"
+        )

@@ -197,7 +197,7 @@ def for_people(config: Config, folder: str, slots: int) -> Config:
         run=replace(config.run, dir=folder),
         sampler=replace(config.sampler, slots=slots),
         retriever=replace(config.retriever, patience=patience),
-        reward=RewardConfig(),
+        reward=RewardConfig(answer_from=config.reward.answer_from),
     )
 
 

@@ -43,6 +43,7 @@ from calibadv_jax.rollout.actions import SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.configured_actions import make_actions
+from calibadv_jax.run.configured_protocol import require_tags
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_process import open_retriever
 
@@ -65,6 +66,7 @@ def run(config: Config) -> None:
     Raises:
         UserError: a key is missing, no question gives a demonstration, or a file or service cannot be used.
     """
+    require_tags(config, "demonstrate")
     console = Console(config.log.progress)
     output = config.sft.demonstrations
     corpus = config.retriever.corpus

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.config.sections.rollout import TAGS
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
@@ -101,7 +102,14 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
     if not files:
         raise UserError(f"{folder}: no rollouts/step_N.parquet; give a run with log.rollouts=parquet")
     for path in files.values():
-        reward = _reward_config(path)
+        metadata = read_metadata(path)
+        protocol = metadata.get("protocol", TAGS)
+        if protocol != TAGS:
+            raise UserError(
+                f"{path}: its rollout.protocol is {protocol}, and demonstrations are written in tags alone;"
+                " give other runs"
+            )
+        reward = _reward_config(metadata)
         if reward.shuffle:
             raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
         rows = read_columns(path, COLUMNS).to_pylist()
@@ -113,9 +121,9 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
             yield rows[index] | turns_of_row
 
 
-def _reward_config(path: Path) -> RewardConfig:
+def _reward_config(metadata: Mapping[str, str]) -> RewardConfig:
     """Return the reward section of a kept step's config; unchecked, because older runs had other keys."""
-    config = json.loads(read_metadata(path).get("config", "{}"))
+    config = json.loads(metadata.get("config", "{}"))
     reward = RewardConfig()
     vars(reward).update(config.get("reward", {}))
     return reward
