@@ -98,10 +98,10 @@ class Turn:
         values: float32 [N], the critic's value before each sampled token; None: there is no critic.
         teacher_logprobs: float32 [N], log-probabilities of the sampled tokens under the teacher, in nats;
             None: there is no teacher, or it was not asked.
-        is_context: Whether the turn is only read here, and not trained: it was sampled in another trajectory
-            of the group that this one continues, or a demonstration gives it no loss.
         calls: Tool calls of the turn, in order; empty with the protocol "tags".
         flaw: Why a turn of the protocol "tool_calls" is no valid turn; "" if it is.
+        is_context: Whether the turn is only read here, and not trained: it was sampled in another trajectory
+            of the group that this one continues, or a demonstration gives it no loss.
     """
 
     kind: TurnKind
@@ -120,9 +120,9 @@ class Turn:
     golden_logprobs: dict[str, float] = field(default_factory=dict)
     values: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
-    is_context: bool = False
     calls: tuple[ToolCall, ...] = ()
     flaw: str = ""
+    is_context: bool = False
 
     @property
     def is_action(self) -> bool:
@@ -160,11 +160,11 @@ class Trajectory:
         actions: Names of the actions that were on.
         first_opening: Opening of the first turn, if the prompt opens it in another way; otherwise None.
         max_score: Largest answer reward of the config; set by the reward stage.
+        protocol: "tags" or "tool_calls"; see `rollout.protocol`.
         is_demonstration: Whether its turns come from a demonstration: the policy sampled none of them, and
             their `logprobs` are 0.
         continues: Index of the trajectory of the group whose first turns it continues; None: it has no such
             turns. They come first, and are `is_context`.
-        protocol: "tags" or "tool_calls"; see `rollout.protocol`.
     """
 
     question: Question
@@ -180,9 +180,9 @@ class Trajectory:
     actions: tuple[str, ...] = DEFAULT_ACTIONS
     first_opening: str | None = None
     max_score: float = 1.0
+    protocol: str = "tags"
     is_demonstration: bool = False
     continues: int | None = None
-    protocol: str = "tags"
 
     @property
     def is_from_prompt(self) -> bool:

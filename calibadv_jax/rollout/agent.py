@@ -173,7 +173,7 @@ async def _write_turns(trajectory: Trajectory, context: RolloutContext, seed: in
     rollout = context.rollout
     protocol = context.protocol
     tokens = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]  # the whole context so far
-    # Turns that got an observation, those of a prefix included; closed thoughts do not count.
+    # Turns that got an observation; closed thoughts do not count.
     num_observed = sum(not turn.is_closed_thought for turn in trajectory.turns)
     while True:
         number = len(trajectory.turns)

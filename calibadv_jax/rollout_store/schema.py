@@ -56,10 +56,10 @@ TURN = pa.struct(
         ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # missing in older files of this version
         ("values", _FLOATS),  # values of the critic before each sampled token; null or missing without one
         ("teacher_logprobs", _FLOATS),  # log-probabilities of the teacher; null or missing without one
-        ("is_context", pa.bool_()),  # not trained here; missing in older files
         # Of the protocol "tool_calls"; missing in older files of this version.
         ("calls", pa.list_(CALL)),
         ("flaw", pa.string()),  # why the turn is not valid; empty if it is
+        ("is_context", pa.bool_()),  # not trained here; missing in older files
     ]
 )
 SCHEMA = pa.schema(

@@ -73,6 +73,35 @@ def test_bounds_between_keys(message, sections):
     check(message, **sections)
 
 
+CALLING = {"protocol": "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (None, {"rollout": CALLING}),
+        (None, {"rollout": CALLING, "prompt": {"template": "from_data"}}),
+        ("set prompt.system and prompt.user", {"rollout": CALLING, "prompt": {"template": "short"}}),
+        ("prepend_think is on", {"rollout": CALLING, "prompt": {"prepend_think": True}}),
+        ("set it to auto", {"rollout": CALLING, "prompt": {"chat": "off"}}),
+        ("cannot hold demonstrations", {"rollout": CALLING, "demonstrations": {"file": "demos.jsonl"}}),
+        ("must contain {question}", {"prompt": {"user": "Who?"}}),
+        *(
+            (None, {"rollout": CALLING, "reward": {"answer_from": place}})
+            for place in ("tag", "whole", "box")
+        ),
+        ("answer_from is box, but with rollout.protocol=tags", {"reward": {"answer_from": "box"}}),
+        (None, {"reward": {"answer_from": "tag"}}),
+        ("format is 'xml': must be one of auto, hermes", {"tool_calls": {"format": "xml"}}),
+        (None, {"tool_calls": {"format": "my_package.my_module:Format"}}),
+        ("may not hold 'tools'", {"prompt": {"chat_template_kwargs": {"tools": []}}}),
+    ],
+    ids=str,
+)
+def test_tool_calls_fit_the_run(message, sections):
+    check(message, **sections)
+
+
 SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 TITLES = {"policy": "initial", "hint": "{titles}"}
 

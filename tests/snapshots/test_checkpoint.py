@@ -140,6 +140,16 @@ def test_new_process_sees_newest_complete_checkpoints(tiny, store, state, tmp_pa
     again.close()
 
 
+def test_step_that_a_run_goes_back_to_stays(store, state, tmp_path):
+    for step in (2, 4):
+        store.save(step, state, {})
+    store.delete_after(4)
+    assert store.steps() == [2, 4]
+    store.delete_after(2)
+    assert store.steps() == saved_steps(tmp_path / "checkpoints") == [2]
+    assert store.latest_step() == 2
+
+
 def test_only_a_complete_step_is_a_checkpoint(tmp_path):
     assert saved_steps(tmp_path / "absent") == []
     assert saved_steps(tmp_path) == []

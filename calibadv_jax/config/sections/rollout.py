@@ -77,6 +77,30 @@ class RolloutConfig(Section):
 
 
 @dataclass(frozen=True, config=SECTION)
+class ToolCallsConfig(Section):
+    """The tool calls of the policy, if rollout.protocol is tool_calls."""
+
+    format: Annotated[str, Field(json_schema_extra={"enum": ["auto", *FORMATS, USER_FORMAT]})] = "auto"
+    """Form in which the policy writes calls. auto: the one that the chat template writes; schema: the
+    response template that the tokenizer itself carries; package.module:Class: a format of your own."""
+    history: Literal["keep", "refuse"] = "keep"
+    """Chat templates that write earlier messages differently later, as Qwen3's drops earlier thoughts. keep:
+    what was sampled stays as it is; refuse: the run does not start."""
+    max_calls: PositiveInt = 8
+    """Largest number of calls in one turn; a turn with more is invalid. They are executed together."""
+    max_thinking_tokens: NonNegativeInt = 0
+    """Largest number of tokens of a turn's thought; then the environment closes the thought. 0: no limit but
+    rollout.max_turn_length."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.format not in ("auto", *FORMATS) and not is_address(self.format):
+            yield (
+                f"format is {self.format!r}: must be one of auto, {', '.join(FORMATS)}, "
+                f"or a class of your own as {USER_FORMAT}"
+            )
+
+
+@dataclass(frozen=True, config=SECTION)
 class DemonstrationsConfig(Section):
     """Demonstrations in the groups of the first steps (docs/groups.md)."""
 
@@ -136,30 +160,6 @@ class ContinuationsConfig(Section):
         for key, section_field in pydantic_class.__pydantic_fields__.items():
             if getattr(self, key) != section_field.default:
                 yield f"continuations.{key} is set, but continuations.per_group is 0: raise it"
-
-
-@dataclass(frozen=True, config=SECTION)
-class ToolCallsConfig(Section):
-    """The tool calls of the policy, if rollout.protocol is tool_calls."""
-
-    format: Annotated[str, Field(json_schema_extra={"enum": ["auto", *FORMATS, USER_FORMAT]})] = "auto"
-    """Form in which the policy writes calls. auto: the one that the chat template writes; schema: the
-    response template that the tokenizer itself carries; package.module:Class: a format of your own."""
-    history: Literal["keep", "refuse"] = "keep"
-    """Chat templates that write earlier messages differently later, as Qwen3's drops earlier thoughts. keep:
-    what was sampled stays as it is; refuse: the run does not start."""
-    max_calls: PositiveInt = 8
-    """Largest number of calls in one turn; a turn with more is invalid. They are executed together."""
-    max_thinking_tokens: NonNegativeInt = 0
-    """Largest number of tokens of a turn's thought; then the environment closes the thought. 0: no limit but
-    rollout.max_turn_length."""
-
-    def _faults(self) -> Iterator[str]:
-        if self.format not in ("auto", *FORMATS) and not is_address(self.format):
-            yield (
-                f"format is {self.format!r}: must be one of auto, {', '.join(FORMATS)}, "
-                f"or a class of your own as {USER_FORMAT}"
-            )
 
 
 @dataclass(frozen=True, config=SECTION)
