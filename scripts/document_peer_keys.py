@@ -97,6 +97,48 @@ FOOTER = """
   `/retrieve`. Running vLLM workers: `sampler.urls` ([vLLM workers](rollouts.md#vllm-workers)).
 - **Runs.** `configs/search_r1.yaml` and `configs/rlinf.yaml` are those projects' runs in the keys of this
   one. What cannot be the same: [differences.md](differences.md).
+
+## Tools and their formats
+
+verl and TRL let the policy call tools [in the format of its chat template](tool_calls.md). That is
+`rollout.protocol=tool_calls` here; the default is tags, as in Search-R1 and SkyRL's search example.
+
+| there | here |
+|---|---|
+| verl: `rollout.multi_turn.format=hermes`, `gpt-oss`, … | `tool_calls.format=auto`: the one that the template writes |
+| verl: `multi_turn.tool_config_path`, with `SearchTool` and its `retrieval_service_url`, `topk` | `tools: [search]`, `retriever.url` without `/retrieve`, `retriever.topk` |
+| verl: a class under `BaseTool` with `tool_schema` | a class under `Action` with `parameters`, [your own action](tools.md#your-own-action) |
+| verl: a tool of the type `mcp` | `tools: [{mcp: {url: …}}]` |
+| verl: `multi_turn.max_parallel_calls` | `tool_calls.max_calls` |
+| TRL: `tools=[search]`, functions with docstrings | the same: `tools: [search]`, or actions of your own |
+| TRL: `chat_template_kwargs={"enable_thinking": False}` | `prompt.chat_template_kwargs: {enable_thinking: false}` |
+| TRL: training templates that keep thoughts | none needed: what was sampled stays (`tool_calls.history=keep`) |
+| SkyRL: `environment.env_class=search`, `skyrl_gym.search.search_url`, `topk`, `sampling_params.stop` | the default: tags; `retriever.url`, `retriever.topk` |
+| SkyRL: `generator.use_conversation_multi_turn=true` with a tool environment of one's own | `rollout.protocol=tool_calls`, `tools: [my_module:MyTool]` |
+| SkyRL: `generator.max_turns=4` | `rollout.max_searches=3` and the answer |
+
+verl's example of a search tool (`search_tool_config.yaml`) becomes:
+
+```yaml
+rollout: {protocol: tool_calls, max_searches: 3, on_invalid: retry}
+tools: [search]
+retriever: {url: "http://127.0.0.1:8000", topk: 3}
+```
+
+A TRL function with several arguments becomes an action with a JSON schema:
+
+```python
+class Weather(calibadv_jax.Action):
+    name, purpose = "weather", "know the weather"
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "day": {"type": "integer"}},
+        "required": ["city"],
+    }
+
+    async def call(self, argument):
+        return calibadv_jax.Reply(text=await forecast(**argument))
+```
 """
 
 
