@@ -103,19 +103,19 @@ FOOTER = """
 verl and TRL let the policy call tools [in the format of its chat template](tool_calls.md). That is
 `rollout.protocol=tool_calls` here; the default is tags, as in Search-R1 and SkyRL's search example.
 
-| there | here |
-|---|---|
-| verl: `rollout.multi_turn.format=hermes`, `gpt-oss`, … | `tool_calls.format=auto`: the one that the template writes |
-| verl: `multi_turn.tool_config_path`, with `SearchTool` and its `retrieval_service_url`, `topk` | `tools: [search]`, `retriever.url` without `/retrieve`, `retriever.topk` |
-| verl: a class under `BaseTool` with `tool_schema` | a class under `Action` with `parameters`, [your own action](tools.md#your-own-action) |
-| verl: a tool of the type `mcp` | `tools: [{mcp: {url: …}}]` |
-| verl: `multi_turn.max_parallel_calls` | `tool_calls.max_calls` |
-| TRL: `tools=[search]`, functions with docstrings | the same: `tools: [search]`, or actions of your own |
-| TRL: `chat_template_kwargs={"enable_thinking": False}` | `prompt.chat_template_kwargs: {enable_thinking: false}` |
-| TRL: training templates that keep thoughts | none needed: what was sampled stays (`tool_calls.history=keep`) |
-| SkyRL: `environment.env_class=search`, `skyrl_gym.search.search_url`, `topk`, `sampling_params.stop` | the default: tags; `retriever.url`, `retriever.topk` |
-| SkyRL: `generator.use_conversation_multi_turn=true` with a tool environment of one's own | `rollout.protocol=tool_calls`, `tools: [my_module:MyTool]` |
-| SkyRL: `generator.max_turns=4` | `rollout.max_searches=3` and the answer |
+- **verl.** `rollout.multi_turn.format=hermes` is `tool_calls.format=auto`, the format that the template
+  writes; `multi_turn.max_parallel_calls` is `tool_calls.max_calls`. `SearchTool` of `tool_config_path` is
+  `tools: [search]`, with its `retrieval_service_url` (without `/retrieve`) and `topk` in the section
+  `retriever`. A class under `BaseTool` with a `tool_schema` becomes a class under `Action` with
+  `parameters` ([your own action](tools.md#your-own-action)), a tool of the type `mcp` an entry
+  `{mcp: {url: …}}`.
+- **TRL.** `tools=[search]` is `tools: [search]`; a function of your own becomes an action.
+  `chat_template_kwargs` is `prompt.chat_template_kwargs`. Training templates, which keep thoughts, are not
+  needed: what was sampled stays (`tool_calls.history=keep`).
+- **SkyRL.** `environment.env_class=search` with `sampling_params.stop` is the protocol of tags;
+  `skyrl_gym.search.search_url` and `topk` are `retriever.url` and `retriever.topk`; `generator.max_turns=4`
+  is `rollout.max_searches=3` and the answer. For `generator.use_conversation_multi_turn=true` with tools of
+  an environment of your own: `rollout.protocol=tool_calls`, and the tools as actions.
 
 verl's example of a search tool (`search_tool_config.yaml`) becomes:
 

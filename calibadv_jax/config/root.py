@@ -23,6 +23,8 @@ from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import (
     RETRIEVER_ACTIONS,
     TAGS,
+    ContinuationsConfig,
+    DemonstrationsConfig,
     RolloutConfig,
     SamplerConfig,
     ToolCallsConfig,
@@ -69,6 +71,8 @@ class Config(Section):
     [search, access]."""
     tool_calls: Annotated[ToolCallsConfig, Mark.COLD_START] = ToolCallsConfig()
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED] = RetrieverConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    continuations: ContinuationsConfig = ContinuationsConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     teacher: TeacherConfig = TeacherConfig()
@@ -130,6 +134,7 @@ class Config(Section):
         yield from self._staleness_faults()
         yield from self._sampler_faults()
         yield from self._teacher_faults()
+        yield from self._group_faults()
 
     def _tool_faults(self) -> Iterator[str]:
         names = [tool.name for tool in self.tools if tool.name]
@@ -154,6 +159,11 @@ class Config(Section):
             yield (
                 f"prompt.template is {prompt.template!r}, which explains the tags; with "
                 "rollout.protocol=tool_calls set prompt.system and prompt.user, or prompt.template=from_data"
+            )
+        if self.demonstrations.is_on:
+            yield (
+                "demonstrations.file is set, but with rollout.protocol=tool_calls groups cannot hold "
+                "demonstrations yet: leave it out, or set rollout.protocol=tags"
             )
         if prompt.prepend_think:
             yield (
@@ -253,3 +263,24 @@ class Config(Section):
                 f"rollout.temperature is {self.rollout.temperature:g}, but the server at teacher.url returns "
                 "log-probabilities at temperature 1: set it to 1, or let teacher.policy name the teacher"
             )
+
+    def _group_faults(self) -> Iterator[str]:
+        """Refuse groups in which nothing is sampled, and a critic of tokens that were not sampled."""
+        parts = {}
+        if self.demonstrations.is_on:
+            parts["demonstrations"] = self.demonstrations.per_group
+        if self.continuations.is_on:
+            parts["continuations"] = self.continuations.per_group
+        group_size = self.rollout.group_size
+        if sum(parts.values()) >= group_size:
+            named = " and ".join(f"{name}.per_group = {count}" for name, count in parts.items())
+            yield (
+                f"rollout.group_size is {group_size}, but {named}: raise the first or lower the others, so "
+                "that a trajectory is sampled from the prompt"
+            )
+        for name in parts:
+            if self.advantage.has_critic:
+                yield (
+                    f"{name} are on, but advantage.name=gae estimates advantages along trajectories that the "
+                    f"policy samples from the prompt: choose another estimator, or leave {name} out"
+                )

@@ -16,7 +16,7 @@ from calibadv_jax.core.tool_calls import AssistantMessage, ToolCall, readable_ca
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.chats import ROLES, call_id, message_calls, message_role, message_text, message_thought
 from calibadv_jax.data.layouts import MARKER, question_of
-from calibadv_jax.data.questions import parse_question
+from calibadv_jax.data.questions import parse_question, question_row
 from calibadv_jax.data.row_files import read_rows
 
 # Keys of a row's messages.
@@ -126,6 +126,21 @@ def load_demonstrations(
     if not demonstrations:
         raise UserError(f"{path}: no demonstrations in it")
     return demonstrations
+
+
+def demonstration_row(demonstration: Demonstration) -> dict[str, Any]:
+    """Return a row of a file that `load_demonstrations` reads.
+
+    Args:
+        demonstration: Its turns have documents or nothing as observations, and all are trained.
+    """
+    turns = []
+    for turn in demonstration.turns:
+        documents = [
+            {"id": document.id, "title": document.title, "text": document.text} for document in turn.documents
+        ]
+        turns.append({"text": turn.text, "documents": documents})
+    return question_row(demonstration.question) | {"turns": turns}
 
 
 def split_held_out(

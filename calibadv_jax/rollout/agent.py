@@ -74,8 +74,26 @@ class RolloutContext:
         )
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """The beginning of a trajectory that another one continues.
+
+    Attributes:
+        source: Index of the first one in the group.
+        turns: Its first turns, each with an observation, as `is_context`.
+    """
+
+    source: int
+    turns: tuple[Turn, ...]
+
+
 async def run_trajectory(
-    context: RolloutContext, question: Question, index: int, seed: int, session: str
+    context: RolloutContext,
+    question: Question,
+    index: int,
+    seed: int,
+    session: str,
+    prefix: Prefix | None = None,
 ) -> Trajectory:
     """Write one trajectory.
 
@@ -94,6 +112,8 @@ async def run_trajectory(
         index: place of the trajectory in its group.
         seed: determines, with the question's id, the index and the turn, every sampled token.
         session: name of the trajectory at the sampler, unique among those in flight. It is always released.
+        prefix: turns with which the trajectory begins; they count towards `rollout.max_searches`. None: it
+            begins with the prompt.
 
     Returns:
         The trajectory, unscored. If sampler, action or judge could not serve it, or it took longer than
@@ -105,6 +125,9 @@ async def run_trajectory(
     """
     rollout = context.rollout
     trajectory = _begin(context, question, index)
+    if prefix is not None:
+        trajectory.continues = prefix.source
+        trajectory.turns.extend(prefix.turns)
     start = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:
@@ -113,8 +136,7 @@ async def run_trajectory(
             if context.judge is not None and trajectory.answer is not None:
                 trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
-        message = " ".join(str(error).split())
-        trajectory.error = well_formed(redact(f"{error.service}: {message}"))
+        trajectory.error = failure_text(error)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -123,6 +145,12 @@ async def run_trajectory(
         context.sampler.release(session)
     trajectory.seconds = time.monotonic() - start
     return trajectory
+
+
+def failure_text(error: RequestFailed) -> str:
+    """Return the `Trajectory.error` of a trajectory that a service could not serve."""
+    message = " ".join(str(error).split())
+    return well_formed(redact(f"{error.service}: {message}"))
 
 
 def _begin(context: RolloutContext, question: Question, index: int) -> Trajectory:
@@ -144,8 +172,9 @@ async def _write_turns(trajectory: Trajectory, context: RolloutContext, seed: in
     """Sample turns and append their observations until the trajectory ends."""
     rollout = context.rollout
     protocol = context.protocol
-    tokens = trajectory.prompt_ids.tolist()  # the whole context so far
-    num_observed = 0  # turns that got an observation; closed thoughts do not count
+    tokens = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]  # the whole context so far
+    # Turns that got an observation; closed thoughts do not count.
+    num_observed = sum(not turn.is_closed_thought for turn in trajectory.turns)
     while True:
         number = len(trajectory.turns)
         opening = trajectory.opening_of(number)

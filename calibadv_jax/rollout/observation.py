@@ -33,6 +33,10 @@ def make_neutraliser(
         tokenizer: a tokenizer of transformers.
         actions: the actions that are on; none stand for search alone.
         markers: texts of a tool-call format that untrusted text must not hold.
+
+    Returns:
+        A neutraliser of the protocol's tags, those of these actions included, and of the tokenizer's control
+        tokens. It compares text as the tokenizer normalises it.
     """
     return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), normaliser_of(tokenizer), markers)
 

@@ -59,6 +59,7 @@ TURN = pa.struct(
         # Of the protocol "tool_calls"; missing in older files of this version.
         ("calls", pa.list_(CALL)),
         ("flaw", pa.string()),  # why the turn is not valid; empty if it is
+        ("is_context", pa.bool_()),  # not trained here; missing in older files
     ]
 )
 SCHEMA = pa.schema(
@@ -82,6 +83,8 @@ SCHEMA = pa.schema(
         ("silver", pa.map_(pa.string(), pa.float64())),  # silver set of the group, on each of its rows
         ("prompt_ids", _INTS),
         ("first_opening", pa.string()),  # null or missing where the first turn begins as the others do
+        ("is_demonstration", pa.bool_()),  # missing in older files
+        ("continues", _INT),  # index of the trajectory whose first turns it continues; null: of none
         ("turns", pa.list_(TURN)),
     ]
 )
@@ -105,6 +108,8 @@ TRAJECTORY_FIELDS = (
     "seconds",
     "prompt_ids",
     "first_opening",
+    "is_demonstration",
+    "continues",
 )
 # Attributes of a turn that are arrays, with their dtypes.
 TURN_ARRAYS = {

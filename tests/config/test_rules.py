@@ -73,6 +73,35 @@ def test_bounds_between_keys(message, sections):
     check(message, **sections)
 
 
+CALLING = {"protocol": "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (None, {"rollout": CALLING}),
+        (None, {"rollout": CALLING, "prompt": {"template": "from_data"}}),
+        ("set prompt.system and prompt.user", {"rollout": CALLING, "prompt": {"template": "short"}}),
+        ("prepend_think is on", {"rollout": CALLING, "prompt": {"prepend_think": True}}),
+        ("set it to auto", {"rollout": CALLING, "prompt": {"chat": "off"}}),
+        ("cannot hold demonstrations", {"rollout": CALLING, "demonstrations": {"file": "demos.jsonl"}}),
+        ("must contain {question}", {"prompt": {"user": "Who?"}}),
+        *(
+            (None, {"rollout": CALLING, "reward": {"answer_from": place}})
+            for place in ("tag", "whole", "box")
+        ),
+        ("answer_from is box, but with rollout.protocol=tags", {"reward": {"answer_from": "box"}}),
+        (None, {"reward": {"answer_from": "tag"}}),
+        ("format is 'xml': must be one of auto, hermes", {"tool_calls": {"format": "xml"}}),
+        (None, {"tool_calls": {"format": "my_package.my_module:Format"}}),
+        ("may not hold 'tools'", {"prompt": {"chat_template_kwargs": {"tools": []}}}),
+    ],
+    ids=str,
+)
+def test_tool_calls_fit_the_run(message, sections):
+    check(message, **sections)
+
+
 SERVED = {"url": "http://127.0.0.1:1/v1", "model": "m"}
 TITLES = {"policy": "initial", "hint": "{titles}"}
 
@@ -105,6 +134,48 @@ TITLES = {"policy": "initial", "hint": "{titles}"}
     ids=str,
 )
 def test_teacher_fits_the_run(message, sections):
+    check(message, **sections)
+
+
+SHOWN, CONTINUED, GAE = {"file": "d.jsonl"}, {"per_group": 2}, {"name": "gae"}
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (None, {"demonstrations": SHOWN | {"per_group": 2}, "continuations": CONTINUED}),
+        (
+            "demonstrations.first_steps is set, but there are no demonstrations",
+            {"demonstrations": {"first_steps": 9}},
+        ),
+        ("importance is ratio: set importance=shaped", {"demonstrations": SHOWN | {"gamma": 0.5}}),
+        (None, {"demonstrations": SHOWN | {"gamma": 0.5, "importance": "shaped"}}),
+        (
+            "only_unsolved is set, but continuations.per_group is 0",
+            {"continuations": {"only_unsolved": False}},
+        ),
+        (r"group_size is 5, but demonstrations.per_group = 5:", {"demonstrations": SHOWN | {"per_group": 5}}),
+        (
+            "demonstrations.per_group = 3 and continuations.per_group = 2: raise",
+            {"demonstrations": SHOWN | {"per_group": 3}, "continuations": CONTINUED},
+        ),
+        ("demonstrations are on, but advantage.name=gae", {"demonstrations": SHOWN, "advantage": GAE}),
+        ("continuations are on, but advantage.name=gae", {"continuations": CONTINUED, "advantage": GAE}),
+        (None, {"advantage": GAE}),
+        (None, {"demonstrations": SHOWN, "teacher": {"policy": "initial"}, "loss": {"kl_coef": 0.1}}),
+        (
+            None,
+            {
+                "continuations": CONTINUED,
+                "rollout": {"max_staleness": 1},
+                "sampler": {"name": "vllm"},
+                "loss": {"importance_cap": 2.0},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_groups_keep_sampled_trajectories(message, sections):
     check(message, **sections)
 
 
@@ -160,7 +231,10 @@ EXPECTED = {
         "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",
         "export.adapter_output",
     ),
-    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run", "teacher.policy"),
+    Mark.PLACE: (
+        "data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run", "teacher.policy",
+        "demonstrations.file",
+    ),
 }  # fmt: skip
 
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from loop_fakes import DOCUMENT, PAGE, QUESTION, DictRetriever, ScriptedSampler
-from tools_rig import END, THINKING_TEMPLATE, call_text, chat_tokenizer
+from tools_rig import END, TEMPLATE, THINKING_TEMPLATE, call_text, chat_tokenizer
 
 from calibadv_jax.config import PromptConfig, RolloutConfig, ToolCallsConfig
 from calibadv_jax.config.sections.rollout import FORMATS as FORMAT_NAMES
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
-from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.interfaces import Action, Completion, Reply
 from calibadv_jax.core.tool_calls import ToolCall
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.protocols.formats import FORMATS, SCHEMA
 from calibadv_jax.rewards.score import format_flaw
 from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.protocol import ProtocolSettings
+from calibadv_jax.rollout.protocol_choice import make_protocol
+from calibadv_jax.run.wiring import stop_ids
 
 BOB = Document("d2", "Bob", "Bob is a poet.")
 DOCUMENTS = {"ann": [DOCUMENT], "bob": [BOB]}
@@ -382,3 +386,62 @@ def test_prompt_of_the_data_keeps_its_messages(tokenizer):
     )
     prompt = text_of(tokenizer, trajectory.prompt_ids)
     assert "<|im_start|>system\nBe short.\n\nTools:" in prompt and "user\nSay: Who?<|im_end|>" in prompt
+
+
+def settings_of(tokenizer, **rollout):
+    return ProtocolSettings(tokenizer, RolloutConfig(**rollout), PromptConfig())
+
+
+def test_doctor_says_what_the_template_supports(tokenizer, byte_tokenizer):
+    tags = make_protocol(settings_of(tokenizer)).diagnose()
+    assert tags[0].startswith("tokens of each tag: <think> 1")
+    assert tags[1].endswith("tool_calls is possible too, in the format hermes")
+    _, refusal = make_protocol(settings_of(byte_tokenizer)).diagnose()
+    assert "tool_calls is not possible" in refusal and "no chat template" in refusal
+    lines = make_protocol(settings_of(tokenizer, protocol="tool_calls")).diagnose()
+    assert "in the format hermes" in lines[0]
+    assert any("the tokens of the template's own rendering" in line for line in lines)
+    with pytest.raises(UserError, match="no chat template"):
+        make_protocol(settings_of(byte_tokenizer, protocol="tool_calls"))
+
+
+def test_template_that_changes_earlier_turns_can_be_refused():
+    """It drops the thoughts of all turns but the last."""
+    drops = "{%- if message.reasoning_content and loop.last -%}"
+    tokenizer = chat_tokenizer(TEMPLATE.replace("{%- if message.reasoning_content -%}", drops))
+    settings = settings_of(tokenizer, protocol="tool_calls")
+    make_protocol(settings)
+    with pytest.raises(UserError, match="tool_calls.history is refuse"):
+        make_protocol(replace(settings, tool_calls=ToolCallsConfig(history="refuse")))
+
+
+def test_end_of_turn_tokens_reach_the_sampler(tokenizer):
+    protocol = make_protocol(settings_of(tokenizer, protocol="tool_calls"))
+    end = tokenizer.convert_tokens_to_ids(END)
+    assert protocol.end_of_turn_ids == {end}
+    assert stop_ids(7, protocol) == {7, end} and stop_ids([7, end], protocol) == {7, end}
+    assert stop_ids(7, make_protocol(settings_of(tokenizer))) == {7}
+
+
+def test_answer_of_the_probe_begins_behind_the_thought(tokenizer, thinking_tokenizer):
+    settings = replace(settings_of(thinking_tokenizer, protocol="tool_calls"), answer_from="whole")
+    protocol = make_protocol(settings)
+    beginning, space = protocol.begin_answer("<think>\n")
+    assert "</think>" in beginning and not space
+    completion = completion_of(thinking_tokenizer, beginning + "Ann")
+    assert protocol.read_turn(completion, "<think>\n").answer == "Ann"
+    plain = replace(settings_of(tokenizer, protocol="tool_calls"), answer_from="tag")
+    assert make_protocol(plain).begin_answer("") == ("<answer>", "")
+
+
+def completion_of(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return Completion(ids, [0.0] * len(ids), "stop", (0,))
+
+
+def test_action_with_parameters_reads_json_in_tags(tokenizer):
+    action = Weather()
+    assert action.parse('{"place": "Rome", "day": 1}') == {"place": "Rome", "day": 1}
+    for body, message in (("Rome", 'with "place", "day"'), ('{"day": 1}', '"place"'), ("[" * 200, "JSON")):
+        with pytest.raises(ValueError, match=message):
+            action.parse(body)

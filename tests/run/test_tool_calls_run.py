@@ -166,3 +166,10 @@ def test_vllm_samples_tool_calls_ahead_of_the_steps(parts, tmp_path):
     for turn in turns:
         if turn.stop_reason == "eos":
             assert tokenizer.decode(turn.token_ids[-1:]) == END and END not in turn.text
+
+
+def test_adapters_and_a_critic_learn_from_tool_calls(parts, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    words = ["advantage.name=gae", "policy.lora.rank=2", "policy.lora.base_dtype=float32", "learner.steps=2"]
+    assert start(parts, folder, log, *words, "evaluate.every=0").wait(900) == 0, log.read_text()[-3000:]
+    assert all(row["actor/finite"] and row["rollout/calls"] > 0 for row in rows(folder))

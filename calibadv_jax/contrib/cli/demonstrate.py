@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from calibadv_jax.commands.demonstration_encoder import make_encoder
 from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder
@@ -36,8 +36,8 @@ from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import SEARCH_GRAMMAR
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
-from calibadv_jax.data.questions import load_questions, question_row
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, demonstration_row
+from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.run.configured_actions import make_actions
@@ -106,7 +106,7 @@ def run(config: Config) -> None:
     outcomes = [_outcome(result) for result in results]
     if not demonstrations:
         _refuse_no_demonstration(config, outcomes)
-    write_jsonl(Path(output), (_row(demonstration) for demonstration in demonstrations))
+    write_jsonl(Path(output), map(demonstration_row, demonstrations))
     console.say(_outcomes_table(questions, outcomes))
     console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
@@ -150,17 +150,6 @@ def _exceeded_limit(demonstration: Demonstration, config: Config, encoder: Demon
     if length > config.sft_row_length:
         return "sft.pack_length"
     return ""
-
-
-def _row(demonstration: Demonstration) -> dict[str, Any]:
-    """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
-    turns = []
-    for turn in demonstration.turns:
-        documents = [
-            {"id": document.id, "title": document.title, "text": document.text} for document in turn.documents
-        ]
-        turns.append({"text": turn.text, "documents": documents})
-    return question_row(demonstration.question) | {"turns": turns}
 
 
 def demonstrate(

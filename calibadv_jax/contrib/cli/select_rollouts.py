@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,10 +109,11 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
     if not files:
         raise UserError(f"{folder}: no rollouts/step_N.parquet; give a run with log.rollouts=parquet")
     for path in files.values():
-        reward = _reward_config(path)
+        metadata = read_metadata(path)
+        reward = _reward_config(metadata)
         if reward.shuffle:
             raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
-        has_calls = read_metadata(path).get("protocol") == TOOL_CALLS
+        has_calls = metadata.get("protocol") == TOOL_CALLS
         rows = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, reward, min_score) for row in rows]
         good = [index for index, verdict in enumerate(verdicts) if verdict == "good"]
@@ -126,9 +127,9 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
         counts.update(verdicts)
 
 
-def _reward_config(path: Path) -> RewardConfig:
+def _reward_config(metadata: Mapping[str, str]) -> RewardConfig:
     """Return the reward section of a kept step's config; unchecked, because older runs had other keys."""
-    config = json.loads(read_metadata(path).get("config", "{}"))
+    config = json.loads(metadata.get("config", "{}"))
     reward = RewardConfig()
     vars(reward).update(config.get("reward", {}))
     return reward
