@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from calibadv_jax.learner.batching import Sample
 from calibadv_jax.rollout.actions import AccessAction, SearchAction
 from calibadv_jax.rollout.protocol import TurnProtocol
 from calibadv_jax.rollout.tag_protocol import TagProtocol
-from calibadv_jax.run.configured_protocol import configured_protocol
 
 
 @dataclass(frozen=True)
@@ -183,21 +181,3 @@ def observation_body(
     shown_documents = tuple(neutraliser.neutralise_documents(documents))
     renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()
     return renderer.render(Reply(shown_documents, text))
-
-
-def make_encoder(config: Config, tokenizer: Any) -> DemonstrationEncoder:
-    """Return what writes demonstrations for the protocol of a config.
-
-    Args:
-        config: The config.
-        tokenizer: The policy's tokenizer.
-
-    Raises:
-        UserError: An action cannot be made, or the chat template does not fit the protocol.
-    """
-    protocol = configured_protocol(config, tokenizer)
-    if isinstance(protocol, TagProtocol):
-        return TagEncoder(config, protocol)
-    from calibadv_jax.commands.tool_demonstration_tokens import ToolEncoder
-
-    return ToolEncoder(config, protocol)

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder, make_encoder
+from calibadv_jax.commands.demonstration_encoder import make_encoder
+from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder
 from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.config.kept import COLD_START, refuse_other_run
 from calibadv_jax.config.load import kept_values

@@ -14,7 +14,7 @@ from loop_fakes import DictRetriever, ScriptedSampler
 from rows_rig import write_rows
 from template_rig import family_tokenizer
 
-from calibadv_jax.commands.demonstration_tokens import make_encoder
+from calibadv_jax.commands.demonstration_encoder import make_encoder
 from calibadv_jax.commands.sft import encode_demonstration
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer

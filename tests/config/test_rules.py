@@ -212,7 +212,7 @@ EXPECTED = {
     ),
     Mark.COLD_START: (
         "run.seed", "policy.init", "policy.lora", "world", "prompt", "rollout.protocol", "tools",
-        "tool_calls", "sft",
+        "tool_calls", "reward.answer_from", "sft",
     ),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",

@@ -173,11 +173,3 @@ def test_adapters_and_a_critic_learn_from_tool_calls(parts, tmp_path):
     words = ["advantage.name=gae", "policy.lora.rank=2", "policy.lora.base_dtype=float32", "learner.steps=2"]
     assert start(parts, folder, log, *words, "evaluate.every=0").wait(900) == 0, log.read_text()[-3000:]
     assert all(row["actor/finite"] and row["rollout/calls"] > 0 for row in rows(folder))
-
-
-@pytest.mark.parametrize("command", ["sft", "demonstrate"])
-def test_commands_of_demonstrations_refuse_tool_calls(parts, tmp_path, capsys, command):
-    with pytest.raises(SystemExit) as end:
-        cli.calibadv([command, *words_of(parts, tmp_path / "run")])
-    assert end.value.code == 2
-    assert f"rollout.protocol is tool_calls, but calibadv {command}" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder, make_encoder
+from calibadv_jax.commands.demonstration_encoder import make_encoder
+from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder
 from calibadv_jax.config import Config
 from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.contrib.cli.prepare_data import count_rows, question_key
