@@ -9,6 +9,7 @@ from config_rig import changed
 from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
 from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.sections.section import Mark, normal_url
+from calibadv_jax.evaluation.methods import method_config
 
 
 def check(message, **sections):
@@ -286,3 +287,11 @@ def test_addresses_of_one_server_have_one_normal_form():
     distinct += ["http://[::1", "http://a:x"]
     assert len({normal_url(url) for url in distinct}) == len(distinct)
     assert normal_url("https://A:443/v1/") == "https://a/v1" and normal_url("http://a:443") == "http://a:443"
+
+
+@pytest.mark.parametrize("method", ["direct", "rag"])
+def test_single_turn_methods_answer_in_tags(method):
+    config = changed(rollout=CALLING, reward={"answer_from": "box"}, evaluate={"method": method})
+    answering = method_config(config)
+    assert (answering.rollout.protocol, answering.answer_from) == ("tags", "tag")
+    assert method_config(changed(config, evaluate={"method": "agent"})).answer_from == "box"
