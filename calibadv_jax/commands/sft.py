@@ -262,10 +262,8 @@ def count_updates(
             f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
             " the time: give steps"
         )
-    samples = [
-        encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
-        for demonstration in demonstrations
-    ]
+    encoder = DemonstrationEncoder(config, tokenizer)
+    samples = [encoder.encode(demonstration, phase.loss_on) for demonstration in demonstrations]
     drawn = (samples[index] for index in _order(len(demonstrations), phase.epochs, seed))
     return sum(1 for _ in _fill_rows(drawn, config.sft.rows, config.sft_row_length))
 
@@ -314,9 +312,8 @@ def _own_demonstrations(
     demonstrations = _drop_long_prompts(config, demonstrations, tokenizer, actions, warn)
     demonstrations = _drop_long_demonstrations(config, demonstrations, tokenizer, warn)
     training, held_out = split_held_out(demonstrations, sft.held_out, config.run.seed)
-    samples = [
-        encode_demonstration(demonstration, config, tokenizer, "sampled") for demonstration in held_out
-    ]
+    encoder = DemonstrationEncoder(config, tokenizer)
+    samples = [encoder.encode(demonstration, "sampled") for demonstration in held_out]
     if not samples:
         return training, None
     return training, pack(samples, config.sft_row_length)
@@ -345,9 +342,10 @@ def _drop_long_demonstrations(
 ) -> list[Demonstration]:
     """Leave out demonstrations that exceed a row, or refuse them (data.overlong_prompts)."""
     pack_length = config.sft_row_length
+    encoder = DemonstrationEncoder(config, tokenizer)
     overlong = {}
     for place, demonstration in enumerate(demonstrations):
-        length = demonstration_length(demonstration, config, tokenizer)
+        length = len(encoder.encode(demonstration, "sampled").tokens)
         if length > pack_length:
             overlong[place] = length
     questions = [demonstration.question for demonstration in demonstrations]
@@ -399,8 +397,9 @@ def _drawn_samples(
         drawn = load_optional("worlds.world_demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
+    encoder = DemonstrationEncoder(config, tokenizer)
     for demonstration in drawn:
-        sample = encode_demonstration(demonstration, config, tokenizer, phase.loss_on)
+        sample = encoder.encode(demonstration, phase.loss_on)
         if len(sample.tokens) > longest:
             raise UserError(
                 f"demonstration of question {demonstration.question.id!r} has {len(sample.tokens)} tokens,"
@@ -443,59 +442,91 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
         yield from rng.permutation(count)
 
 
+class DemonstrationEncoder:
+    """Writes demonstrations in the tokens of the agent loop.
+
+    Args:
+        config: The config; its actions and its prompt decide the text around the turns.
+        tokenizer: The policy's tokenizer.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.actions = make_actions(config)
+        self.neutraliser = make_neutraliser(tokenizer, self.actions)
+        longest = config.rollout.max_observation_length
+        self.observations = Observations(tokenizer, longest, config.prompt.opening)
+        self.by_name: dict[str, Action] = {}
+        for action in self.actions or (SearchAction(),):
+            self.by_name[action.name] = action
+
+    def encode(self, demonstration: Demonstration, loss_on: str) -> Sample:
+        """Return a demonstration in the tokens of the agent loop, whether or not they fit in a row.
+
+        Args:
+            demonstration: The question and the turns.
+            loss_on: "sampled": the mask is True at the tokens of trained turns. "all": at every token but the
+                first.
+
+        Returns:
+            Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
+
+        Raises:
+            UserError: As `open_prompt`, or rollout.max_observation_length is too small for the tags.
+        """
+        prompt, opening = open_prompt(
+            demonstration.question,
+            self.tokenizer,
+            self.config.prompt,
+            self.config.rollout.max_prompt_length,
+            self.actions,
+            self.neutraliser,
+        )
+        segments = [prompt]
+        is_trained = [False]
+        for number, turn in enumerate(demonstration.turns, 1):
+            text = text_after_opening(opening if number == 1 else self.observations.opening, turn.text)
+            segments.append(np.asarray(encode(self.tokenizer, text), np.int32))
+            is_trained.append(turn.trained)
+            action = self.by_name.get(parse_turn(turn.text, "eos", self.neutraliser.grammar).kind)
+            goes_on = action is not None and number < len(demonstration.turns)
+            if goes_on or turn.documents or turn.observation:
+                body = _observation_body(turn, action, self.neutraliser)
+                observations = self.observations.for_action(action or SearchAction())
+                observation, *_ = observations.information(body)
+                segments.append(observation)
+                is_trained.append(False)
+        tokens = np.concatenate(segments).astype(np.int32)
+        mask = np.concatenate(
+            [
+                np.full(len(segment), trained or loss_on == "all")
+                for segment, trained in zip(segments, is_trained, strict=True)
+            ]
+        )
+        mask[0] = False  # nothing precedes the first token
+        zeros = np.zeros(len(tokens), np.float32)
+        return Sample(tokens, mask, zeros, zeros)
+
+
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """Return a demonstration in the tokens of the agent loop, whether or not they fit in a row.
+    """Return a single demonstration in the tokens of the agent loop, as `DemonstrationEncoder.encode`.
 
     Args:
         demonstration: The question and the turns.
         config: The config; its actions and its prompt decide the text around the turns.
         tokenizer: The policy's tokenizer.
-        loss_on: "sampled": the mask is True at the tokens of trained turns. "all": at every token but the
-            first.
+        loss_on: "sampled" or "all".
 
     Returns:
         Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
 
     Raises:
-        UserError: As `open_prompt`, or rollout.max_observation_length is too small for the tags.
+        UserError: As `DemonstrationEncoder.encode`.
     """
-    actions = make_actions(config)
-    neutraliser = make_neutraliser(tokenizer, actions)
-    prompt, opening = open_prompt(
-        demonstration.question,
-        tokenizer,
-        config.prompt,
-        config.rollout.max_prompt_length,
-        actions,
-        neutraliser,
-    )
-    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    by_name: dict[str, Action] = {action.name: action for action in actions or (SearchAction(),)}
-    segments = [prompt]
-    is_trained = [False]
-    for number, turn in enumerate(demonstration.turns, 1):
-        text = text_after_opening(opening if number == 1 else observations.opening, turn.text)
-        segments.append(np.asarray(encode(tokenizer, text), np.int32))
-        is_trained.append(turn.trained)
-        action = by_name.get(parse_turn(turn.text, "eos", neutraliser.grammar).kind)
-        goes_on = action is not None and number < len(demonstration.turns)
-        if goes_on or turn.documents or turn.observation:
-            body = _observation_body(turn, action, neutraliser)
-            observation, *_ = observations.for_action(action or SearchAction()).information(body)
-            segments.append(observation)
-            is_trained.append(False)
-    tokens = np.concatenate(segments).astype(np.int32)
-    mask = np.concatenate(
-        [
-            np.full(len(segment), trained or loss_on == "all")
-            for segment, trained in zip(segments, is_trained, strict=True)
-        ]
-    )
-    mask[0] = False  # nothing precedes the first token
-    zeros = np.zeros(len(tokens), np.float32)
-    return Sample(tokens, mask, zeros, zeros)
+    return DemonstrationEncoder(config, tokenizer).encode(demonstration, loss_on)
 
 
 def _observation_body(turn: DemoTurn, action: Action | None, neutraliser: Neutraliser) -> str:

@@ -19,7 +19,6 @@ from calibadv_jax.contrib.worlds.world import ASKERS, WorldQuestion, draw_kinds
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 
-NUM_DOCUMENTS = 3  # Documents that a search returns.
 PER_WORLD = 100  # Demonstrations before a fresh world is drawn.
 DRILL_SHARE = 0.1  # Share of drills among the demonstrations of `lookups`.
 # Each kind's share of the look-ups that no kind before it has taken; the rest is one-hop.
@@ -159,6 +158,7 @@ class _ColdStartWorld:
     def __init__(self, rng: np.random.Generator, config: WorldConfig):
         self.rng = rng
         self.misread = config.misread
+        self.num_documents = config.documents
         self.facts = worlds.make_facts(config, rng, SIZES, "cold_start")
         texts = worlds.make_passages(self.facts, rng)
         self.pages: dict[str, tuple[str, Document]] = {}  # title -> address and page
@@ -318,8 +318,9 @@ class _ColdStartWorld:
                 if other is not passage:
                     related[other.id] = other
         pool = list(related.values())
-        if len(pool) < NUM_DOCUMENTS - 1:
+        num_others = self.num_documents - 1
+        if len(pool) < num_others:
             pool = self.passages
         shuffled = [pool[index] for index in self.rng.permutation(len(pool))]
         others = [other for other in shuffled if other is not passage]
-        return DemoTurn(text, (passage, *others[: NUM_DOCUMENTS - 1]))
+        return DemoTurn(text, (passage, *others[:num_others]))
