@@ -138,6 +138,8 @@ class WorldConfig(Section):
     """Write the facts to pages, which the policy has to open (tools: [search, access]), not to passages."""
     documents: PositiveInt = 3
     """Documents that a search returns in the demonstrations of the cold start; as many as retriever.topk."""
+    detour: float = Field(default=0.1, ge=0, le=1)
+    """Share of the cold start's look-ups that search for a similar name first."""
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
 

@@ -35,7 +35,6 @@ class Flaws:
     """Probabilities of the flaws of a demonstration, by kind of question."""
 
     guess: float = 0.4  # one_hop, age: answers with any entity of the right kind, or age, without any search
-    wrong_name: float = 0.1  # one_hop, age: looks up a similar name first
     unread: float = 0.5  # with pages, one_hop, age: answers so after the search, without reading
     uncalculated: float = 0.6  # age: answers with any age after reading the years
     hasty_bridge: float = 0.4  # two_hop: answers with the bridge
@@ -159,6 +158,7 @@ class _ColdStartWorld:
         self.rng = rng
         self.misread = config.misread
         self.num_documents = config.documents
+        self.detour = config.detour
         self.facts = worlds.make_facts(config, rng, SIZES, "cold_start")
         texts = worlds.make_passages(self.facts, rng)
         self.pages: dict[str, tuple[str, Document]] = {}  # title -> address and page
@@ -196,7 +196,7 @@ class _ColdStartWorld:
         (statement,) = drawn.statements
         turns = self._turns_before_guess(title, flaws)
         if turns is None:
-            return (*self._look_up_with_detour(title, flaws), _answer_turn(statement, drawn.answer))
+            return (*self._look_up_with_detour(title), _answer_turn(statement, drawn.answer))
         guess = str(self.rng.choice(self._names_like(drawn.answer)))
         return (*turns, _answer_turn(statement.replace(drawn.answer, guess), guess))
 
@@ -213,7 +213,7 @@ class _ColdStartWorld:
         turns = self._turns_before_guess(title, flaws)
         answer = str(self.rng.choice(AGES))
         if turns is None:
-            turns = self._look_up_with_detour(title, flaws)
+            turns = self._look_up_with_detour(title)
             if self.rng.random() >= flaws.uncalculated:
                 answer = drawn.answer
                 thought = ". ".join(drawn.statements)
@@ -278,10 +278,10 @@ class _ColdStartWorld:
             return (self._search_turn(title),)
         return None
 
-    def _look_up_with_detour(self, title: str, flaws: Flaws) -> Turns:
-        """Look up a title, with the probability flaws.wrong_name after a search for a similar one."""
+    def _look_up_with_detour(self, title: str) -> Turns:
+        """Look up a title, with the probability `world.detour` after a search for a similar one."""
         turns = self._look_up(title)
-        if self.rng.random() >= flaws.wrong_name:
+        if self.rng.random() >= self.detour:
             return turns
         similar = self._similar_titles(title) or set(self.by_title) - {title}
         wrong_title = str(self.rng.choice(sorted(similar)))
