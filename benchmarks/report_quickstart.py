@@ -48,7 +48,7 @@ def sources_of(runs: dict[str, dict[str, Any]], temperature: str) -> list[str]:
 
 
 def row(name: str, run: dict[str, Any], temperature: str, sources: Sequence[str]) -> str:
-    """Return a run's line of the table, with an empty cell for kinds of questions that its world does not have."""
+    """Return a run's line of the table; a kind of question that its world does not have is left empty."""
     before, after = run["before"][temperature], run["after"][temperature]
     cells = []
     for source in sources:

@@ -4,8 +4,8 @@
     OMP_WAIT_POLICY=passive taskset -c 0,1 python -m benchmarks.update.beside_torch 30m [--rounds 4]
 
 Both compute in float32 with two threads, in one process: one call of each arm a round. `quickstart` is a step
-of configs/quickstart_long.yaml, `30m` a policy of 30 million parameters in rows of 1,024 tokens. Random weights,
-written as a HuggingFace folder that transformers loads.
+of configs/quickstart_long.yaml, `30m` a policy of 30 million parameters in rows of 1,024 tokens. Random
+weights, written as a HuggingFace folder that transformers loads.
 
 Arms of PyTorch: `padded`: micro-batches of `--micro` trajectories in the order of the step, padded on the
 right to the longest one; `sorted`: the same by length, so that less is padded; `packed`: the rows that the

@@ -1,7 +1,7 @@
 """What record and metrics cost: share of a step, and bytes a step.
 
-    python -m benchmarks.update.record_overhead --quickstart runs/quickstart-long-calibadv/seed-0 --output FOLDER
-                                         [--steps 60] [--json FILE]
+    python -m benchmarks.update.record_overhead --quickstart runs/quickstart-long-calibadv/seed-0
+                                         --output FOLDER [--steps 60] [--json FILE]
 
 Two measurements:
 
