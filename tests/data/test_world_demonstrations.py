@@ -110,6 +110,24 @@ def test_wrong_name_is_looked_up_before_the_right_one():
     assert detours > 10
 
 
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_two_hop_demonstrations_are_as_hasty_as_configured(share):
+    drawn = drawn_of("two_hop", imperfect, 0, replace(PLAIN, hasty=share), 1000)
+    num_hasty = num_cut = num_second_half = 0
+    for demonstration in drawn:
+        actions = actions_of(demonstration)
+        if not all(turn.trained for turn in demonstration.turns):
+            num_second_half += 1
+        elif actions == ("search", "search"):
+            num_cut += 1
+        else:
+            assert actions == ("search", "answer")
+            num_hasty += 1
+    assert num_hasty / len(drawn) == pytest.approx(share, abs=0.06)
+    assert num_cut / len(drawn) == pytest.approx((1 - share) / 2, abs=0.06)
+    assert num_second_half / len(drawn) == pytest.approx((1 - share) / 2, abs=0.06)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_look_ups_make_detours_as_often_as_configured(share):
     drawn = drawn_of("one_hop", lookups, 0, replace(PLAIN, comparison=0, detour=share), 1000)

@@ -140,6 +140,8 @@ class WorldConfig(Section):
     """Documents that a search returns in the demonstrations of the cold start; as many as retriever.topk."""
     detour: float = Field(default=0.1, ge=0, le=1)
     """Share of the cold start's look-ups that search for a similar name first."""
+    hasty: float = Field(default=0.4, ge=0, le=1)
+    """Share of the cold start's two-hop demonstrations that answer after the first search, and wrongly."""
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
 

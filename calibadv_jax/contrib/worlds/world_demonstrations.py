@@ -25,6 +25,9 @@ DRILL_SHARE = 0.1  # Share of drills among the demonstrations of `lookups`.
 COMPARISON_SHARE = 0.25
 RUMOUR_SHARE = 0.35
 AGE_SHARE = 0.4
+# Share of the two-hop demonstrations without haste that show only how the last look-up is read. The rest is cut
+# after two searches.
+SECOND_HALF_SHARE = 0.5
 EQUAL_SHARE = 0.5  # Share of comparison drills that keep the two names equal.
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 Turns = tuple[DemoTurn, ...]
@@ -37,8 +40,6 @@ class Flaws:
     guess: float = 0.4  # one_hop, age: answers with any entity of the right kind, or age, without any search
     unread: float = 0.5  # with pages, one_hop, age: answers so after the search, without reading
     uncalculated: float = 0.6  # age: answers with any age after reading the years
-    hasty_bridge: float = 0.4  # two_hop: answers with the bridge
-    second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
     credulous: float = 0.5  # rumour: answers with the rumour; the rest: a whole way
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
@@ -159,6 +160,7 @@ class _ColdStartWorld:
         self.misread = config.misread
         self.num_documents = config.documents
         self.detour = config.detour
+        self.hasty = config.hasty
         self.facts = worlds.make_facts(config, rng, SIZES, "cold_start")
         texts = worlds.make_passages(self.facts, rng)
         self.pages: dict[str, tuple[str, Document]] = {}  # title -> address and page
@@ -228,9 +230,9 @@ class _ColdStartWorld:
         first = self._look_up(name)
         second = self._look_up(bridge, to_bridge)
         draw = self.rng.random()
-        if draw < flaws.hasty_bridge:
+        if draw < self.hasty:
             return (*first, _answer_turn(to_bridge, bridge))
-        if draw < flaws.hasty_bridge + flaws.second_half:
+        if draw < self.hasty + SECOND_HALF_SHARE * (1 - self.hasty):
             untrained = [replace(turn, trained=False) for turn in second]
             return (*untrained, _answer_turn(to_answer, answer))
         return (*first, *second)
