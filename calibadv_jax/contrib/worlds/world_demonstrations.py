@@ -25,8 +25,8 @@ DRILL_SHARE = 0.1  # Share of drills among the demonstrations of `lookups`.
 COMPARISON_SHARE = 0.25
 RUMOUR_SHARE = 0.35
 AGE_SHARE = 0.4
-# Share of the two-hop demonstrations without haste that show only how the last look-up is read. The rest is cut
-# after two searches.
+# Share of the two-hop demonstrations without haste that show only how the last look-up is read. The rest is
+# cut after two searches.
 SECOND_HALF_SHARE = 0.5
 EQUAL_SHARE = 0.5  # Share of comparison drills that keep the two names equal.
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
