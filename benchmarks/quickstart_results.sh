@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The runs of experiments/quickstart.md: the quickstart with CalibAdv and with GRPO from the same cold start on every seed
-# given (default 3 4 5), and on the first seed two controls: shuffled rewards, and further SFT instead of RL.
+# The runs of experiments/quickstart.md: the long quickstart with CalibAdv and with GRPO from the same cold start on every
+# seed given (default 3 4 5), and on the first seed two controls: shuffled rewards, and further SFT instead of RL.
 #
 #   bash benchmarks/quickstart_results.sh OUTPUT_FOLDER [SEED…]
 set -euo pipefail
@@ -23,7 +23,7 @@ arm() { # NAME SEED CONFIG OVERRIDES…: one run from the seed's cold start, in 
 
 more_sft() { # SEED: a thousand further steps on fresh imperfect demonstrations, then the same evaluation
   local dir="$out/moresft-$1" common
-  common=(--config configs/quickstart.yaml run.dir="$dir" world.seed="$1")
+  common=(--config configs/quickstart_long.yaml run.dir="$dir" world.seed="$1")
   mkdir -p "$dir"
   cp -r "$out/calibadv-$1/world" "$dir/"
   "$python" -m calibadv_jax sft "${common[@]}" run.seed=$(($1 + 100)) sft.init_from="$out/calibadv-$1/sft" \
@@ -32,8 +32,8 @@ more_sft() { # SEED: a thousand further steps on fresh imperfect demonstrations,
 }
 
 for seed in "${seeds[@]}"; do
-  arm calibadv "$seed" configs/quickstart.yaml
-  arm grpo "$seed" configs/quickstart_grpo.yaml
+  arm calibadv "$seed" configs/quickstart_long.yaml
+  arm grpo "$seed" configs/quickstart_long.yaml advantage.name=grpo
 done
-arm shuffled "${seeds[0]}" configs/quickstart.yaml reward.shuffle=true
+arm shuffled "${seeds[0]}" configs/quickstart_long.yaml reward.shuffle=true
 [ -f "$out/moresft-${seeds[0]}/evaluation.json" ] || more_sft "${seeds[0]}"

@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,31 @@ def main() -> None:
     out = sys.stdout.write
     for temperature in ("1", "0"):
         out(f"\nF1 before -> after at temperature {temperature}\n\n")
-        out("| run | " + " | ".join(SOURCES) + " | format after | searches after | seconds |\n")
-        out("|---" * (len(SOURCES) + 4) + "|\n")
+        sources = sources_of(runs, temperature)
+        out("| run | " + " | ".join(sources) + " | format after | searches after | seconds |\n")
+        out("|---" * (len(sources) + 4) + "|\n")
         for name, run in runs.items():
-            out(row(name, run, temperature))
+            out(row(name, run, temperature, sources))
     out("\nMean training reward by steps\n\n")
     out(curve_table(curves))
     if arguments.svg:
         arguments.svg.write_text(svg(curves), encoding="utf-8")
 
 
-def row(name: str, run: dict[str, Any], temperature: str) -> str:
+def sources_of(runs: dict[str, dict[str, Any]], temperature: str) -> list[str]:
+    """Return the kinds of questions that any run has, in the order of `SOURCES`."""
+    return [source for source in SOURCES if any(source in run["after"][temperature] for run in runs.values())]
+
+
+def row(name: str, run: dict[str, Any], temperature: str, sources: Sequence[str]) -> str:
+    """Return a run's line of the table; a kind of question that its world does not have is left empty."""
     before, after = run["before"][temperature], run["after"][temperature]
-    cells = [f"{before[source]['f1']:.2f} -> {after[source]['f1']:.2f}" for source in SOURCES]
+    cells = []
+    for source in sources:
+        if source in after:
+            cells.append(f"{before[source]['f1']:.2f} -> {after[source]['f1']:.2f}")
+        else:
+            cells.append("")
     cells += [f"{after['all']['format']:.3f}", f"{after['all']['searches']:.2f}"]
     cells.append(f"{run['seconds']['total']:.0f}")
     return f"| {name} | " + " | ".join(cells) + " |\n"

@@ -4,12 +4,12 @@
     taskset -c 0,1 python -m benchmarks.sampling.beside_vllm 30m [--rounds 3] [--dtype bfloat16]
     python -m benchmarks.sampling.beside_vllm quickstart --arms jax jax:whole
 
-`quickstart` is a step of configs/quickstart.yaml: 80 trajectories whose prompts, turns and documents are as
-long as those of its demonstrations. `30m` is a policy of 31 million parameters: 16 trajectories of up to four
-turns, contexts of 200 to 1,024 tokens. Random weights. Every turn has the length that was drawn for it: the
-stop string is one that no token can write. Documents are there at once, or after `--search-ms`; there is no
-search service. Every round has prompts of its own, so that vLLM finds in its prefix cache what the same
-trajectories have written, and nothing else.
+`quickstart` is a step of configs/quickstart_long.yaml: 80 trajectories whose prompts, turns and documents
+are as long as those of its demonstrations. `30m` is a policy of 31 million parameters: 16 trajectories of
+up to four turns, contexts of 200 to 1,024 tokens. Random weights. Every turn has the length that was drawn
+for it: the stop string is one that no token can write. Documents are there at once, or after `--search-ms`;
+there is no search service. Every round has prompts of its own, so that vLLM finds in its prefix cache what
+the same trajectories have written, and nothing else.
 
 Arms: `jax`: the embedded sampler; `jax:whole`: it reads all columns of its cache at every token; `vllm`: one
 worker, started and asked as the trainer does. A first round, which compiles, is not counted.
@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
 
 
 def quickstart(arguments: argparse.Namespace, folder: Path) -> Setting:
-    config: Config = load_config("configs/quickstart.yaml", [f"run.dir={folder / 'run'}"])
+    config: Config = load_config("configs/quickstart_long.yaml", [f"run.dir={folder / 'run'}"])
     write_world(config.world)
     model = build_model(config, "")
     count = config.rollout.questions_per_step * config.rollout.group_size

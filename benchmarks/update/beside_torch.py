@@ -4,8 +4,8 @@
     OMP_WAIT_POLICY=passive taskset -c 0,1 python -m benchmarks.update.beside_torch 30m [--rounds 4]
 
 Both compute in float32 with two threads, in one process: one call of each arm a round. `quickstart` is a step
-of configs/quickstart.yaml, `30m` a policy of 30 million parameters in rows of 1,024 tokens. Random weights,
-written as a HuggingFace folder that transformers loads.
+of configs/quickstart_long.yaml, `30m` a policy of 30 million parameters in rows of 1,024 tokens. Random
+weights, written as a HuggingFace folder that transformers loads.
 
 Arms of PyTorch: `padded`: micro-batches of `--micro` trajectories in the order of the step, padded on the
 right to the longest one; `sorted`: the same by length, so that less is padded; `packed`: the rows that the
@@ -132,7 +132,7 @@ def parse() -> argparse.Namespace:
 def quickstart(arguments: argparse.Namespace) -> Setting:
     """Return a step of the quickstart: demonstrations of its own world stand for the trajectories."""
     with tempfile.TemporaryDirectory() as folder:
-        config: Config = load_config("configs/quickstart.yaml", [f"run.dir={folder}"])
+        config: Config = load_config("configs/quickstart_long.yaml", [f"run.dir={folder}"])
         write_world(config.world)
         model = build_model(config, "")
         count = config.rollout.questions_per_step * config.rollout.group_size

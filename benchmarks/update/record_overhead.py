@@ -1,7 +1,7 @@
 """What record and metrics cost: share of a step, and bytes a step.
 
-    python -m benchmarks.update.record_overhead --quickstart runs/quickstart-calibadv/seed-0 --output FOLDER
-                                         [--steps 60] [--json FILE]
+    python -m benchmarks.update.record_overhead --quickstart runs/quickstart-long-calibadv/seed-0
+                                         --output FOLDER [--steps 60] [--json FILE]
 
 Two measurements:
 
@@ -37,7 +37,7 @@ from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout_store.writer import RolloutWriter
 
-CONFIG = "configs/quickstart.yaml"
+CONFIG = "configs/quickstart_long.yaml"
 PAPER = "configs/paper/qwen2.5-3b.yaml"
 WARM_UP = 4  # steps that compile
 VOCABULARY, PASSAGE_WORDS = 150_000, 100

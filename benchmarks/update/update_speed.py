@@ -1,6 +1,6 @@
 """Arms of the learner's update on the quickstart's shapes, one after the other in turns, in one process.
 
-    python -m benchmarks.update.update_speed [--config configs/quickstart.yaml] [--rounds 8] [ARM …]
+    python -m benchmarks.update.update_speed [--config configs/quickstart_long.yaml] [--rounds 8] [ARM …]
 
 An arm is `ROW_LENGTHxROWS`, such as 320x16 or 384x4 (rows of that many tokens, so many a microbatch), with
 `:all` to compute also the trajectories without any advantage and `:loop` to loop over the layers. The first
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("arms", nargs="*", default=["320x16:all", "384x4:all", "384x4:all:loop", "384x4"])
-    parser.add_argument("--config", default="configs/quickstart.yaml")
+    parser.add_argument("--config", default="configs/quickstart_long.yaml")
     parser.add_argument("--part", choices=["learn", "sft"], default="learn")
     parser.add_argument("--idle", type=float, default=0.44, help="share of trajectories without advantage")
     parser.add_argument("--rounds", type=int, default=8)

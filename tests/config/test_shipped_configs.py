@@ -279,6 +279,25 @@ def test_shipped_names_load_and_files_win(tmp_path, monkeypatch, capsys):
     assert load_config("quickstart").run.seed == 7
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_generated_demonstrations_show_as_many_documents_as_a_search_returns(path):
+    config = load_config(path)
+    if config.sft.demonstrations == "world" and config.world.dir:
+        assert config.world.documents == config.retriever.topk
+
+
+STUDIES = ("actions", "rumours", "evidence", "quickstart_ppo", "quickstart_vllm", "quickstart_teacher")
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_studies_stay_with_the_world_and_the_cold_start_of_their_figures(study):
+    config = load_config(FOLDER / f"{study}.yaml")
+    assert config.world.documents == config.retriever.topk == 3
+    assert (config.world.detour, config.world.hasty) == (0.1, 0.4)
+    assert not config.learner.share_prefixes
+    assert sum(phase.steps for phase in config.sft.phases) >= 1180
+
+
 def test_quickstarts_and_configs_of_peers_are_shipped():
     names = {"quickstart", "quickstart_grpo", "quickstart_vllm", "search_r1", "wiki_sample"}
     assert names <= set(shipped_names())

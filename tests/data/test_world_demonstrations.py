@@ -59,6 +59,14 @@ def test_look_ups_end_with_the_right_answer():
         assert f"<answer> {answer} </answer>" in demonstration.turns[-1].text
 
 
+def test_searches_return_as_many_documents_as_configured():
+    for documents in (1, 2, 5):
+        for demonstration in islice(imperfect(0, replace(PLAIN, documents=documents)), 50):
+            for turn in demonstration.turns:
+                if turn.documents:
+                    assert len({document.title for document in turn.documents}) == documents
+
+
 @pytest.mark.medium
 def test_one_hop_guesses_are_as_frequent_as_configured():
     drawn = drawn_of("one_hop", imperfect, 2, PLAIN, 3000)
@@ -100,6 +108,31 @@ def test_wrong_name_is_looked_up_before_the_right_one():
             assert demonstration.question.golden_answers[0] in found[1].text
             assert found[1].title in demonstration.question.text
     assert detours > 10
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_two_hop_demonstrations_are_as_hasty_as_configured(share):
+    drawn = drawn_of("two_hop", imperfect, 0, replace(PLAIN, hasty=share), 1000)
+    num_hasty = num_cut = num_second_half = 0
+    for demonstration in drawn:
+        actions = actions_of(demonstration)
+        if not all(turn.trained for turn in demonstration.turns):
+            num_second_half += 1
+        elif actions == ("search", "search"):
+            num_cut += 1
+        else:
+            assert actions == ("search", "answer")
+            num_hasty += 1
+    assert num_hasty / len(drawn) == pytest.approx(share, abs=0.06)
+    assert num_cut / len(drawn) == pytest.approx((1 - share) / 2, abs=0.06)
+    assert num_second_half / len(drawn) == pytest.approx((1 - share) / 2, abs=0.06)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_look_ups_make_detours_as_often_as_configured(share):
+    drawn = drawn_of("one_hop", lookups, 0, replace(PLAIN, comparison=0, detour=share), 1000)
+    num_detours = sum(len(demonstration.turns) == 3 for demonstration in drawn)
+    assert num_detours / len(drawn) == pytest.approx(share, abs=0.05)
 
 
 @pytest.mark.medium

@@ -155,6 +155,12 @@ class WorldConfig(Section):
     """Share of the rumours that are true: the reward of answering without the second search."""
     pages: bool = False
     """Write the facts to pages, which the policy has to open (tools: [search, access]), not to passages."""
+    documents: PositiveInt = 3
+    """Documents that a search returns in the demonstrations of the cold start; as many as retriever.topk."""
+    detour: float = Field(default=0.1, ge=0, le=1)
+    """Share of the cold start's look-ups that search for a similar name first."""
+    hasty: float = Field(default=0.4, ge=0, le=1)
+    """Share of the cold start's two-hop demonstrations that answer after the first search, and wrongly."""
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
     demonstrations: NonNegativeInt = 0

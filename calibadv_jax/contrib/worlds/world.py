@@ -8,6 +8,7 @@ words can be learned, facts cannot be memorised and must be searched.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -138,8 +139,14 @@ def _all_names(pools: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(words) for words in product(*pools)]
 
 
+@functools.cache
+def _names_of(kind: str, split: Split) -> tuple[str, ...]:
+    """Return all names of a kind that belong to a split."""
+    return tuple(name for name in _all_names(POOLS[kind]) if split_of(name) == split)
+
+
 def _draw_names(rng: np.random.Generator, kind: str, count: int, split: Split) -> list[str]:
-    names = [name for name in _all_names(POOLS[kind]) if split_of(name) == split]
+    names = _names_of(kind, split)
     if count > len(names):
         raise UserError(f"world: {count} names of kind {kind!r} were asked for, but there are {len(names)}")
     indices = rng.choice(len(names), count, replace=False)

@@ -20,13 +20,15 @@ from calibadv_jax.contrib.worlds.world import ASKERS, draw_kinds
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 
-NUM_DOCUMENTS = 3  # Documents that a search returns.
 PER_WORLD = 100  # Demonstrations before a fresh world is drawn.
 DRILL_SHARE = 0.1  # Share of drills among the demonstrations of `lookups`.
 # Each kind's share of the look-ups that no kind before it has taken; the rest is one-hop.
 COMPARISON_SHARE = 0.25
 RUMOUR_SHARE = 0.35
 AGE_SHARE = 0.4
+# Share of the two-hop demonstrations without haste that show only how the last look-up is read. The rest is
+# cut after two searches.
+SECOND_HALF_SHARE = 0.5
 EQUAL_SHARE = 0.5  # Share of comparison drills that keep the two names equal.
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 Turns = tuple[DemoTurn, ...]
@@ -37,11 +39,8 @@ class Flaws:
     """Probabilities of the flaws of a demonstration, by kind of question."""
 
     guess: float = 0.4  # one_hop, age: answers with any entity of the right kind, or age, without any search
-    wrong_name: float = 0.1  # one_hop, age: looks up a similar name first
     unread: float = 0.5  # with pages, one_hop, age: answers so after the search, without reading
     uncalculated: float = 0.6  # age: answers with any age after reading the years
-    hasty_bridge: float = 0.4  # two_hop: answers with the bridge
-    second_half: float = 0.3  # two_hop: only how the last look-up is read; the rest: cut after two searches
     credulous: float = 0.5  # rumour: answers with the rumour; the rest: a whole way
     hasty_comparison: float = 0.4  # comparison: answers at random after the first search
 
@@ -160,6 +159,9 @@ class _ColdStartWorld:
     def __init__(self, rng: np.random.Generator, config: WorldConfig):
         self.rng = rng
         self.misread = config.misread
+        self.num_documents = config.documents
+        self.detour = config.detour
+        self.hasty = config.hasty
         self.facts = worlds.make_facts(config, rng, SIZES, "cold_start")
         texts = worlds.make_passages(self.facts, rng)
         self.pages: dict[str, tuple[str, Document]] = {}  # title -> address and page
@@ -197,7 +199,7 @@ class _ColdStartWorld:
         (statement,) = drawn.statements
         turns = self._turns_before_guess(title, flaws)
         if turns is None:
-            return (*self._look_up_with_detour(title, flaws), _answer_turn(statement, drawn.answer))
+            return (*self._look_up_with_detour(title), _answer_turn(statement, drawn.answer))
         guess = str(self.rng.choice(self._names_like(drawn.answer)))
         return (*turns, _answer_turn(statement.replace(drawn.answer, guess), guess))
 
@@ -214,7 +216,7 @@ class _ColdStartWorld:
         turns = self._turns_before_guess(title, flaws)
         answer = str(self.rng.choice(AGES))
         if turns is None:
-            turns = self._look_up_with_detour(title, flaws)
+            turns = self._look_up_with_detour(title)
             if self.rng.random() >= flaws.uncalculated:
                 answer = drawn.answer
                 thought = ". ".join(drawn.statements)
@@ -229,9 +231,9 @@ class _ColdStartWorld:
         first = self._look_up(name)
         second = self._look_up(bridge, to_bridge)
         draw = self.rng.random()
-        if draw < flaws.hasty_bridge:
+        if draw < self.hasty:
             return (*first, _answer_turn(to_bridge, bridge))
-        if draw < flaws.hasty_bridge + flaws.second_half:
+        if draw < self.hasty + SECOND_HALF_SHARE * (1 - self.hasty):
             untrained = [replace(turn, trained=False) for turn in second]
             return (*untrained, _answer_turn(to_answer, answer))
         return (*first, *second)
@@ -279,10 +281,10 @@ class _ColdStartWorld:
             return (self._search_turn(title),)
         return None
 
-    def _look_up_with_detour(self, title: str, flaws: Flaws) -> Turns:
-        """Look up a title, with the probability flaws.wrong_name after a search for a similar one."""
+    def _look_up_with_detour(self, title: str) -> Turns:
+        """Look up a title, with the probability `world.detour` after a search for a similar one."""
         turns = self._look_up(title)
-        if self.rng.random() >= flaws.wrong_name:
+        if self.rng.random() >= self.detour:
             return turns
         similar = self._similar_titles(title) or set(self.by_title) - {title}
         wrong_title = str(self.rng.choice(sorted(similar)))
@@ -319,8 +321,9 @@ class _ColdStartWorld:
                 if other is not passage:
                     related[other.id] = other
         pool = list(related.values())
-        if len(pool) < NUM_DOCUMENTS - 1:
+        num_others = self.num_documents - 1
+        if len(pool) < num_others:
             pool = self.passages
         shuffled = [pool[index] for index in self.rng.permutation(len(pool))]
         others = [other for other in shuffled if other is not passage]
-        return DemoTurn(text, (passage, *others[: NUM_DOCUMENTS - 1]))
+        return DemoTurn(text, (passage, *others[:num_others]))
