@@ -89,7 +89,8 @@ REST = [
 ]
 REST += ["listen on 0.0.0.0:9464 (log.prometheus)"]
 TEACHER = ["contact http://far-teacher (teacher.url)"]
-EVERYTHING = [*INDEX, *WORKER, *JUDGE, *TEACHER, *POLICY, *COLD_START, *ADAPTER, *REST]
+SHOWN = ["download the data far/demonstrations (demonstrations.file)"]
+EVERYTHING = [*INDEX, *WORKER, *JUDGE, *TEACHER, *POLICY, *COLD_START, *ADAPTER, *REST, *SHOWN]
 OTHER_DEEDS = {
     **dict.fromkeys(("quickstart", "sft", "train", "doctor"), EVERYTHING),
     "evaluate": [*INDEX, *WORKER, *JUDGE, *POLICY],
@@ -158,6 +159,7 @@ def other_hostile_values():
         "sampler": {"name": "vllm", "urls": ["http://far-worker:8000"]},
         "reward": {"answer": "judge", "judge": {"url": "http://far-judge", "model": "m"}},
         "teacher": {"url": "http://far-teacher", "model": "m"},
+        "demonstrations": {"file": "far/demonstrations"},
         "distributed": {"coordinator_address": "far:1234", "num_processes": 2, "process_id": 0},
         "world": {"dir": "/elsewhere/world"},
         "sft": {

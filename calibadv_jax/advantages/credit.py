@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,6 +124,48 @@ def _values(advantage: float | np.ndarray | ByToken) -> np.ndarray:
     for tokens in advantage.turns:
         means.append(math.fsum(tokens) / max(1, len(tokens)))
     return np.array(means)
+
+
+def merge_continued_turns(credit: GroupCredit) -> GroupCredit:
+    """Give a turn that several trajectories go through the mean of their advantages, once.
+
+    A trajectory and those that continue it share turns. Their tokens are trained in the first one only, with
+    the mean over all of them: the gradient is the same as if each trained them with its own advantage and an
+    equal share of the weight. So a right continuation rewards the search that made it possible. Other turns
+    that are context are not trained, and get 0.
+
+    Args:
+        credit: the calibrated credit of a group.
+
+    Returns:
+        Credit with new `turns` and `offsets`; the same object if no turn of the group is context.
+    """
+    trajectories = credit.group.trajectories
+    if not any(turn.is_context for trajectory in trajectories for turn in trajectory.turns):
+        return credit
+    turns = [advantages.copy() for advantages in credit.turns]
+    offsets = [list(of_turns) for of_turns in credit.offsets]
+    positions = {trajectory.index: position for position, trajectory in enumerate(trajectories)}
+    # (position of the first trajectory, turn) -> positions of the others that go through the turn.
+    continued_by: dict[tuple[int, int], list[int]] = {}
+    for position, trajectory in enumerate(trajectories):
+        source = None if trajectory.continues is None else positions.get(trajectory.continues)
+        for index, turn in enumerate(trajectory.turns):
+            if not turn.is_context:
+                continue
+            turns[position][index] = 0.0
+            if offsets:
+                offsets[position][index] = np.zeros(len(turn.token_ids))
+            if source is not None:
+                continued_by.setdefault((source, index), []).append(position)
+    for (source, index), others in continued_by.items():
+        members = [source, *others]
+        turns[source][index] = np.mean([credit.turns[position][index] for position in members])
+        if offsets:
+            offsets[source][index] = np.mean(
+                [credit.offsets[position][index] for position in members], axis=0
+            )
+    return replace(credit, turns=turns, offsets=offsets)
 
 
 # --- Turns ---

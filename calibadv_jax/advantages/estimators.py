@@ -13,7 +13,12 @@ import numpy as np
 
 from calibadv_jax.advantages.baselines import Estimate
 from calibadv_jax.advantages.calibadv import calibrate, describe_calibration, judge
-from calibadv_jax.advantages.credit import GroupCredit, broadcast_to_tokens, uncalibrated_credit
+from calibadv_jax.advantages.credit import (
+    GroupCredit,
+    broadcast_to_tokens,
+    merge_continued_turns,
+    uncalibrated_credit,
+)
 from calibadv_jax.advantages.step_metrics import advantage_metrics
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.registry import ESTIMATORS, Estimator
@@ -73,7 +78,8 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
 
     A trajectory without a sampled token gets 0 everywhere, but its score counts in its group. Failed
     trajectories do not count. If they leave a single trajectory in a group, it has nothing to be compared
-    with: it gets 0, and its score does not count in statistics of the step.
+    with: it gets 0, and its score does not count in statistics of the step. Turns that trajectories share
+    get the mean of their advantages, after any calibration (`credit.merge_continued_turns`).
 
     Args:
         groups: the groups of the step, scored by `rewards.score.score_groups`.
@@ -93,7 +99,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> Adva
     if compared:
         compared_credits = _credit_groups([groups[number] for number in compared], config)
         for number, credit in zip(compared, compared_credits, strict=True):
-            credits[number] = credit
+            credits[number] = merge_continued_turns(credit)
     advantages = [broadcast_to_tokens(credit) for credit in credits]
     return AdvantageResult(advantages, credits, advantage_metrics(credits))
 
@@ -117,6 +123,9 @@ def judges_searches(config: AdvantageConfig) -> bool:
 
     Args:
         config: the section `advantage`.
+
+    Returns:
+        True for CalibAdv over any base, and for estimators that use the correctness themselves.
 
     Raises:
         UserError: as `find_estimator`.

@@ -106,6 +106,8 @@ def _turn_columns(credits: Sequence[GroupCredit]) -> _TurnColumns:
             last = last_sampled_turn(trajectory)
             has_judgements = bool(credit.silver) and trajectory.format_valid
             for index, turn in enumerate(sampled_turns(trajectory)):
+                if turn.is_context:  # not trained here
+                    continue
                 is_answer.append(index == last)
                 is_search.append(index != last and turn.is_action)
                 is_judged.append(has_judgements)

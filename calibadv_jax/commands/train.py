@@ -35,7 +35,7 @@ from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
-from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.runner import GroupParts, Rollouts
 from calibadv_jax.rollout_store.trajectory_table import COLUMNS, trajectory_table
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.choices import describe_choices
@@ -46,7 +46,7 @@ from calibadv_jax.run.model import Model, build_model, check_start
 from calibadv_jax.run.recomputation import with_chosen_remat
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.trainer import UpdateResult
-from calibadv_jax.run.wiring import check_inputs, impatient, open_rollouts
+from calibadv_jax.run.wiring import check_inputs, group_parts, impatient, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _run(config: Config, kept: Config, console: Console, process_group: ProcessG
     process_group.assert_shared_folder("run.dir", folder)
     mirror = _open_mirror(config, console, process_group)
     with _fetched_inputs(config, process_group, mirror):
-        model, questions, num_overlong = _prepare(config, kept, console, process_group, mirror)
+        model, questions, num_overlong, parts = _prepare(config, kept, console, process_group, mirror)
         model = with_chosen_remat(config, model, process_group, console.say)
     with _stop_on_signal(config) as stop, ExitStack() as stack:
         if mirror:
@@ -92,6 +92,7 @@ def _run(config: Config, kept: Config, console: Console, process_group: ProcessG
             console.note(f"{folder}: step {newest} is trained already; to go on, raise learner.steps")
             return
         rollouts = stack.enter_context(_opened_rollouts(config, model, console, process_group))
+        rollouts.parts = parts
         with console.phase("loading the parameters", announce=True):
             state = RunState(config, model, questions, rollouts, folder, console, process_group, mirror)
         # All processes end the block of `state`, and so save the last step together, after a signal too.
@@ -155,11 +156,12 @@ def _opened_rollouts(
 
 def _prepare(
     config: Config, kept: Config, console: Console, process_group: ProcessGroup, mirror: Mirror | None
-) -> tuple[Model, list[Question], int]:
+) -> tuple[Model, list[Question], int, GroupParts]:
     """Check all inputs and enter the run's folder.
 
     Returns:
-        The model, the questions whose prompts fit, and the number of questions whose prompts are too long.
+        The model, the questions whose prompts fit, the number of questions whose prompts are too long, and
+        what groups hold beside trajectories from the prompt.
     """
     faults = Faults()
     questions: list[Question] = []
@@ -168,7 +170,7 @@ def _prepare(
         for line in answer_warnings(questions, "data.train"):
             console.warn(line)
         check_questions(questions, config.data.weights, config.prompt.template)
-        check_evidence(questions, config.reward)
+        check_evidence(questions, config.reward, config.continuations)
     with console.phase(f"{len(questions)} questions; loading the policy", announce=True), faults.collected():
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         if _begins_with_weights(config):
@@ -184,6 +186,7 @@ def _prepare(
         check_inputs(impatient(config) if faults else config, console.warn)
     faults.raise_all()
     fitting, num_overlong = _fitting_questions(config, model, questions, console)
+    parts = group_parts(config, model.tokenizer, fitting, console.warn)
     check_processes_agree(config, model, fitting, process_group)
 
     def enter_folder() -> bool:
@@ -191,7 +194,7 @@ def _prepare(
         return bool(enter_run_folder(kept, model, fitting, console.say, mirror))
 
     process_group.run_on_main_and_broadcast("run folder", enter_folder)
-    return model, fitting, num_overlong
+    return model, fitting, num_overlong, parts
 
 
 def _begins_with_weights(config: Config) -> bool:
@@ -337,8 +340,9 @@ class Step:
         ):
             groups = stream.take(self._steps_before)
         attempts = [attempt for group in [*groups, *stream.replaced] for attempt in group.attempts]
-        num_searches = sum(attempt.num_searches for attempt in attempts)
-        num_sampled = int(sum(attempt.mask.sum() for attempt in attempts))
+        new_turns = [turn for attempt in attempts for turn in attempt.new_turns]
+        num_searches = sum(turn.kind == "search" for turn in new_turns)
+        num_sampled = sum(len(turn.token_ids) for turn in new_turns)
         # With staleness the agent loop samples during the whole step, not only while this stage waits for it.
         part = "step" if stream.config.max_staleness else "rollout"
         self._counts["searches"] = (num_searches, part)

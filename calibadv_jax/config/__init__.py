@@ -16,7 +16,14 @@ from calibadv_jax.config.sections.learner import (
 )
 from calibadv_jax.config.sections.policy import DistributedConfig, LoraConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import McpConfig, RolloutConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import (
+    ContinuationsConfig,
+    DemonstrationsConfig,
+    McpConfig,
+    RolloutConfig,
+    SamplerConfig,
+    ToolConfig,
+)
 from calibadv_jax.config.sections.run import (
     CheckpointConfig,
     EvaluateConfig,

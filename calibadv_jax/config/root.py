@@ -14,7 +14,14 @@ from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldCon
 from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
-from calibadv_jax.config.sections.rollout import RETRIEVER_ACTIONS, RolloutConfig, SamplerConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import (
+    RETRIEVER_ACTIONS,
+    ContinuationsConfig,
+    DemonstrationsConfig,
+    RolloutConfig,
+    SamplerConfig,
+    ToolConfig,
+)
 from calibadv_jax.config.sections.run import (
     CheckpointConfig,
     EvaluateConfig,
@@ -55,6 +62,8 @@ class Config(Section):
     """Actions that the policy may take before it answers (docs/tools.md). An entry may be a name alone, as in
     [search, access]."""
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED] = RetrieverConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    continuations: ContinuationsConfig = ContinuationsConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     teacher: TeacherConfig = TeacherConfig()
@@ -108,6 +117,7 @@ class Config(Section):
         yield from self._staleness_faults()
         yield from self._sampler_faults()
         yield from self._teacher_faults()
+        yield from self._group_faults()
 
     def _tool_faults(self) -> Iterator[str]:
         names = [tool.name for tool in self.tools if tool.name]
@@ -206,3 +216,24 @@ class Config(Section):
                 f"rollout.temperature is {self.rollout.temperature:g}, but the server at teacher.url returns "
                 "log-probabilities at temperature 1: set it to 1, or let teacher.policy name the teacher"
             )
+
+    def _group_faults(self) -> Iterator[str]:
+        """Refuse groups in which nothing is sampled, and a critic of tokens that were not sampled."""
+        parts = {}
+        if self.demonstrations.is_on:
+            parts["demonstrations"] = self.demonstrations.per_group
+        if self.continuations.is_on:
+            parts["continuations"] = self.continuations.per_group
+        group_size = self.rollout.group_size
+        if sum(parts.values()) >= group_size:
+            named = " and ".join(f"{name}.per_group = {count}" for name, count in parts.items())
+            yield (
+                f"rollout.group_size is {group_size}, but {named}: raise the first or lower the others, so "
+                "that a trajectory is sampled from the prompt"
+            )
+        for name in parts:
+            if self.advantage.has_critic:
+                yield (
+                    f"{name} are on, but advantage.name=gae estimates advantages along trajectories that the "
+                    f"policy samples from the prompt: choose another estimator, or leave {name} out"
+                )

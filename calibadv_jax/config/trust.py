@@ -318,6 +318,7 @@ def _downloads(config: Config, uses: Uses) -> Iterator[Deed]:
         "data.train": config.data.train,
         "data.eval": config.data.eval,
         "sft.demonstrations": config.sft.demonstrations,
+        "demonstrations.file": config.demonstrations.file,
     }
     for key, sources in data.items():
         if key in uses.writes:

@@ -79,6 +79,10 @@ class Sampler(Closable, Protocol):
             sampling: How to sample.
             session: Name of the trajectory.
 
+        Returns:
+            The sampled token ids with the log-probability of each, why they end, and the versions of the
+            policy that wrote them.
+
         Raises:
             RequestFailed: This request failed; the trajectory has failed.
             UserError: No request can succeed; the run ends.
@@ -178,6 +182,10 @@ class Action(ABC):
 
         Args:
             argument: What `parse` returned.
+
+        Returns:
+            Texts and documents for the policy. An action of your own may return a text alone, or a list of
+            documents.
 
         Raises:
             ActionRefused: The argument is refused; the policy reads the message, and the trajectory goes on.

@@ -95,6 +95,8 @@ class Turn:
         values: float32 [N], the critic's value before each sampled token; None: there is no critic.
         teacher_logprobs: float32 [N], log-probabilities of the sampled tokens under the teacher, in nats;
             None: there is no teacher, or it was not asked.
+        is_context: Whether the turn is only read here, and not trained: it was sampled in another trajectory
+            of the group that this one continues, or a demonstration gives it no loss.
     """
 
     kind: TurnKind
@@ -113,6 +115,7 @@ class Turn:
     golden_logprobs: dict[str, float] = field(default_factory=dict)
     values: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    is_context: bool = False
 
     @property
     def is_action(self) -> bool:
@@ -138,6 +141,10 @@ class Trajectory:
         actions: Names of the actions that were on.
         first_opening: Opening of the first turn, if the prompt opens it in another way; otherwise None.
         max_score: Largest answer reward of the config; set by the reward stage.
+        is_demonstration: Whether its turns come from a demonstration: the policy sampled none of them, and
+            their `logprobs` are 0.
+        continues: Index of the trajectory of the group whose first turns it continues; None: it has no such
+            turns. They come first, and are `is_context`.
     """
 
     question: Question
@@ -153,6 +160,20 @@ class Trajectory:
     actions: tuple[str, ...] = DEFAULT_ACTIONS
     first_opening: str | None = None
     max_score: float = 1.0
+    is_demonstration: bool = False
+    continues: int | None = None
+
+    @property
+    def is_from_prompt(self) -> bool:
+        """Whether the policy sampled all of it from the prompt on."""
+        return not self.is_demonstration and self.continues is None
+
+    @property
+    def new_turns(self) -> list[Turn]:
+        """The turns that the policy sampled for this trajectory, without those that it continues."""
+        if self.is_demonstration:
+            return []
+        return [turn for turn in self.turns if not turn.is_context]
 
     @property
     def relative_score(self) -> float:
@@ -176,10 +197,19 @@ class Trajectory:
 
     @property
     def mask(self) -> np.ndarray:
-        """bool [T]: True where the policy sampled the token."""
+        """bool [T]: True where the policy sampled the token, also in the trajectory that this continues."""
         arrays = []
         for turn in self.turns:
             arrays.append(np.ones(len(turn.token_ids), bool))
+            arrays.append(np.zeros(len(turn.observation_ids), bool))
+        return _concatenate(arrays, bool)
+
+    @property
+    def trained(self) -> np.ndarray:
+        """bool [T]: True where the token is trained: where `mask` is, without the turns that are context."""
+        arrays = []
+        for turn in self.turns:
+            arrays.append(np.full(len(turn.token_ids), not turn.is_context))
             arrays.append(np.zeros(len(turn.observation_ids), bool))
         return _concatenate(arrays, bool)
 
@@ -243,6 +273,13 @@ class Group:
             else:
                 failed.append(attempt)
         return Group(question, finished, failed)
+
+    @property
+    def from_prompt(self) -> Group:
+        """The group without demonstrations and continuations: what the policy does on its own."""
+        trajectories = [trajectory for trajectory in self.trajectories if trajectory.is_from_prompt]
+        failed = [trajectory for trajectory in self.failed if trajectory.is_from_prompt]
+        return Group(self.question, trajectories, failed)
 
     @property
     def attempts(self) -> list[Trajectory]:

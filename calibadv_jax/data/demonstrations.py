@@ -15,7 +15,7 @@ from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_for
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.chats import ROLES, message_role, message_text
 from calibadv_jax.data.layouts import MARKER, question_of
-from calibadv_jax.data.questions import parse_question
+from calibadv_jax.data.questions import parse_question, question_row
 from calibadv_jax.data.row_files import read_rows
 
 # Keys of a row's messages.
@@ -79,6 +79,21 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
     if not demonstrations:
         raise UserError(f"{path}: no demonstrations in it")
     return demonstrations
+
+
+def demonstration_row(demonstration: Demonstration) -> dict[str, Any]:
+    """Return a row of a file that `load_demonstrations` reads.
+
+    Args:
+        demonstration: Its turns have documents or nothing as observations, and all are trained.
+    """
+    turns = []
+    for turn in demonstration.turns:
+        documents = [
+            {"id": document.id, "title": document.title, "text": document.text} for document in turn.documents
+        ]
+        turns.append({"text": turn.text, "documents": documents})
+    return question_row(demonstration.question) | {"turns": turns}
 
 
 def split_held_out(

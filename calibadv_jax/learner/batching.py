@@ -50,6 +50,7 @@ class Sample:
         teacher_logprobs: float32 [T], log-probabilities under the teacher, in nats; None: there is none.
         teacher_weights: float32 [T], weight of the teacher at each token; 0 where it does not guide, such as
             outside the mask. None: there is no teacher.
+        is_demonstration: whether the tokens come from a demonstration.
     """
 
     tokens: np.ndarray
@@ -60,6 +61,7 @@ class Sample:
     prompt: int | None = None
     teacher_logprobs: np.ndarray | None = None
     teacher_weights: np.ndarray | None = None
+    is_demonstration: bool = False
 
     @property
     def denominator(self) -> np.ndarray:
@@ -101,6 +103,7 @@ class Batch:
         sources: int32 [R, L], the computed column that predicts the target; None: the same column.
         teacher_logprobs: float32 [R, L], of the targets under the teacher; None: there is no teacher.
         teacher_weights: float32 [R, L], of the teacher at the targets; None: there is no teacher.
+        demonstrated: float32 [R, L], 1 where the target comes from a demonstration, else 0; None: none does.
     """
 
     tokens: Any
@@ -116,6 +119,7 @@ class Batch:
     sources: Any = None
     teacher_logprobs: Any = None
     teacher_weights: Any = None
+    demonstrated: Any = None
 
 
 def token_weights(
@@ -507,6 +511,9 @@ class Rows:
             for batch in batches:
                 batch.teacher_logprobs = np.zeros_like(batch.weights)
                 batch.teacher_weights = np.zeros_like(batch.weights)
+        if any(sample.is_demonstration for sample in self.samples):
+            for batch in batches:
+                batch.demonstrated = np.zeros_like(batch.weights)
         for part in self._sample_columns():
             batch = batches[part.placement.batch]
             sample = self.samples[part.index]
@@ -520,6 +527,8 @@ class Rows:
             if sample.teacher_logprobs is not None and sample.teacher_weights is not None:
                 batch.teacher_logprobs[part.place] = sample.teacher_logprobs[part.tokens]
                 batch.teacher_weights[part.place] = sample.teacher_weights[part.tokens]
+            if sample.is_demonstration:
+                batch.demonstrated[part.place] = 1.0
         return batches
 
     def unpack(self, values: Arrays) -> list[np.ndarray]:

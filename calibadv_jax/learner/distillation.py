@@ -18,7 +18,13 @@ def is_guided(trajectory: Trajectory, config: TeacherConfig) -> bool:
     Args:
         trajectory: a scored trajectory.
         config: section `teacher`.
+
+    Returns:
+        With `config.guides` "failed", whether the trajectory's score, as a share of the largest one, is below
+        `config.failed_below`. True otherwise.
     """
+    if trajectory.is_demonstration:
+        return False  # its tokens say nothing of the divergence of the policy, which did not sample them
     if config.guides == "failed":
         return trajectory.relative_score < config.failed_below
     return True
@@ -48,7 +54,8 @@ def guided_samples(
         weights = np.zeros(len(sample.tokens), np.float32)
         sampled_logprobs = teacher_logprobs(trajectory)
         if sampled_logprobs is not None and is_guided(trajectory, config):
-            logprobs[sample.mask] = sampled_logprobs
+            is_sampled = np.concatenate([np.zeros(len(trajectory.prompt_ids), bool), trajectory.mask])
+            logprobs[is_sampled] = sampled_logprobs
             weights[sample.mask] = coef
             if config.guides == "negative":
                 weights[sample.advantages >= 0] = 0.0

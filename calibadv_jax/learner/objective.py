@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from numpy.random import Generator
 
-from calibadv_jax.config import Config, LossConfig, TeacherConfig
+from calibadv_jax.config import Config, DemonstrationsConfig, LossConfig, TeacherConfig
 from calibadv_jax.learner.batch_factors import LOG_RATIO_LIMIT, TrainedTokens
 from calibadv_jax.learner.batching import Arrays, Batch, Sample
 from calibadv_jax.learner.losses import (
@@ -224,6 +224,29 @@ def teacher_terms(batch: Batch, logprobs: Array, config: TeacherConfig) -> Array
     return batch.teacher_weights * KL_ESTIMATORS[config.estimator](difference)
 
 
+# --- Demonstrations ---
+
+NO_DEMONSTRATIONS = DemonstrationsConfig()
+
+
+def shaped_terms(logprobs: Array, advantages: Array, gamma: float) -> Array:
+    """Return LUFFY's terms: -A p / (p + gamma), where p is the probability of the token; arXiv 2504.14945.
+
+    The probability under whoever wrote the demonstration is unknown, and counts as 1. The gradient is that of
+    lp, times -A p gamma / (p + gamma)^2: largest at p = gamma, where plain p would favour likely tokens.
+
+    Args:
+        logprobs: under the current policy, float32 [R, L].
+        advantages: A, float32 [R, L].
+        gamma: above 0.
+
+    Returns:
+        Terms to minimise, float32 [R, L].
+    """
+    # p / (p + gamma), written so that it is stable for small p.
+    return -advantages * jax.nn.sigmoid(logprobs - jnp.log(gamma))
+
+
 # --- The policy's loss ---
 
 
@@ -236,12 +259,14 @@ class PolicyLoss:
         on_policy: whether the denominator of the ratio is the current policy itself; see `on_policy_only`.
         definition: formula and needs of the loss.
         teacher: section `teacher` of a config; read where the rows have a teacher.
+        demonstrations: section `demonstrations` of a config; read where the rows have demonstrations.
     """
 
     config: LossConfig
     on_policy: bool
     definition: Loss
     teacher: TeacherConfig = NO_TEACHER
+    demonstrations: DemonstrationsConfig = NO_DEMONSTRATIONS
 
     @property
     def recomputes(self) -> bool:
@@ -317,7 +342,8 @@ class PolicyLoss:
         """Compute the loss of packed rows: the sum of weights * (term - entropy bonus + KL term + teacher).
 
         The teacher is part of the advantages or a term of its own, see `teacher_advantages` and
-        `teacher_terms`.
+        `teacher_terms`. A demonstration has the same terms as other trajectories, or those of
+        `shaped_terms`, and no KL term, whose estimators hold for sampled tokens only.
 
         Args:
             logprobs: of the targets under the current policy, float32 [R, L].
@@ -342,6 +368,11 @@ class PolicyLoss:
             factors=batch.factors,
         )
         policy_terms, is_clipped = self.definition.terms(tokens, config)
+        is_demonstrated = None if batch.demonstrated is None else batch.demonstrated > 0
+        if is_demonstrated is not None and self.demonstrations.importance == "shaped":
+            shaped = shaped_terms(logprobs, tokens.advantages, self.demonstrations.gamma)
+            policy_terms = jnp.where(is_demonstrated, shaped, policy_terms)
+            is_clipped = is_clipped & ~is_demonstrated
         gap = jax.lax.stop_gradient(old_logprobs - batch.sampler_logprobs)
         policy_terms, is_masked = importance_correction(policy_terms, gap, tokens, config)
         terms = policy_terms
@@ -359,6 +390,8 @@ class PolicyLoss:
             values["actor/sampler_masked"] = is_masked
         if reference is not None:
             divergence = KL_ESTIMATORS[config.kl_estimator](reference - logprobs)
+            if is_demonstrated is not None:
+                divergence = jnp.where(is_demonstrated, 0.0, divergence)
             terms = terms + config.kl_coef * divergence
             values["actor/kl_loss"] = divergence
         if batch.teacher_weights is not None:
@@ -392,13 +425,19 @@ def on_policy_only(loss: LossConfig, minibatch_size: int, epochs: int) -> bool:
     return loss.old_logprobs == "recompute" and minibatch_size == 0 and epochs == 1
 
 
-def policy_gradient(config: LossConfig, on_policy: bool, teacher: TeacherConfig = NO_TEACHER) -> PolicyLoss:
+def policy_gradient(
+    config: LossConfig,
+    on_policy: bool,
+    teacher: TeacherConfig = NO_TEACHER,
+    demonstrations: DemonstrationsConfig = NO_DEMONSTRATIONS,
+) -> PolicyLoss:
     """Return the loss of a section `loss`.
 
     Args:
         config: the section.
         on_policy: see `on_policy_only`.
         teacher: section `teacher`.
+        demonstrations: section `demonstrations`.
 
     Returns:
         The loss. Each call returns a new object, for which a learner compiles a program.
@@ -406,14 +445,15 @@ def policy_gradient(config: LossConfig, on_policy: bool, teacher: TeacherConfig 
     Raises:
         UserError: if a loss of the user's own cannot be imported.
     """
-    return PolicyLoss(config, on_policy, find_loss(config.name, tuple(config.args)), teacher)
+    definition = find_loss(config.name, tuple(config.args))
+    return PolicyLoss(config, on_policy, definition, teacher, demonstrations)
 
 
 def policy_loss(config: Config) -> PolicyLoss:
     """Return the loss of a config.
 
     Args:
-        config: of the run; sections `loss`, `teacher` and `learner` are read.
+        config: of the run; sections `loss`, `teacher`, `demonstrations` and `learner` are read.
 
     Returns:
         The loss, as `policy_gradient`.
@@ -422,7 +462,7 @@ def policy_loss(config: Config) -> PolicyLoss:
         UserError: as `policy_gradient`.
     """
     on_policy = on_policy_only(config.loss, config.learner.minibatch_size, config.learner.epochs)
-    return policy_gradient(config.loss, on_policy, config.teacher)
+    return policy_gradient(config.loss, on_policy, config.teacher, config.demonstrations)
 
 
 # --- The supervised loss ---

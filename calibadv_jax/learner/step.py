@@ -34,16 +34,17 @@ def make_sample(trajectory: Trajectory, advantages: np.ndarray) -> Sample:
         advantages: of the response's tokens, [T]; converted to float32.
 
     Returns:
-        A sample of P + T tokens, of which only sampled ones are trained.
+        A sample of P + T tokens, of which only those are trained that `Trajectory.trained` names.
     """
     prompt = trajectory.prompt_ids.astype(np.int32)
     zeros = np.zeros(len(prompt), np.float32)
     return Sample(
         tokens=np.concatenate([prompt, trajectory.response_ids]),
-        mask=np.concatenate([zeros.astype(bool), trajectory.mask]),
+        mask=np.concatenate([zeros.astype(bool), trajectory.trained]),
         advantages=np.concatenate([zeros, advantages.astype(np.float32)]),
         logprobs=np.concatenate([zeros, trajectory.logprobs]),
         prompt=len(prompt),
+        is_demonstration=trajectory.is_demonstration,
     )
 
 
@@ -102,7 +103,8 @@ class StepResult:
         state: after all updates.
         metrics: averaged over the updates, or over the trained tokens for TOKEN_METRICS. Empty if no sample
             has a token to train; without the loss and TOKEN_METRICS if nothing was computed.
-        samples: in the given order, with recomputed `old_logprobs`.
+        samples: in the given order, with recomputed `old_logprobs`. Demonstrations always have them, and
+            `logprobs` equal to them.
     """
 
     state: State
@@ -122,7 +124,8 @@ def learn(
     """Train on the step's samples, `config.epochs` times, in mini-batches of `config.minibatch_size`.
 
     Samples without a token to train are ignored. Samples that cannot change the gradient, since they have no
-    advantage, are not computed, but count in the mean.
+    advantage, are not computed, but count in the mean. The ratio of a demonstration starts at 1, whatever
+    `loss.old_logprobs` is: no sampler has probabilities of its tokens.
 
     Args:
         learner: computes log-probabilities and updates.
@@ -141,8 +144,9 @@ def learn(
     """
     samples = list(samples)
     has_gradient = [loss.has_gradient(sample) for sample in samples]
-    if loss.recomputes:
-        _recompute_logprobs(learner, state["params"], samples, np.flatnonzero(has_gradient), config)
+    demonstrated = [sample.is_demonstration and bool(sample.mask.any()) for sample in samples]
+    recomputed = np.array(has_gradient) & loss.recomputes | np.array(demonstrated)
+    _recompute_logprobs(learner, state["params"], samples, np.flatnonzero(recomputed), config)
     history: list[dict[str, float]] = []
     counts: Counter[str] = Counter()
     for chosen in mini_batches(samples, config, rng):
@@ -170,6 +174,7 @@ def learn(
         counts["positions"] += rows.positions
         counts["trained"] += sum(int(np.count_nonzero(batch.weights)) for batch in batches)
     means = _means(history, counts) if history else {}
+    means.update(_demonstration_metrics(samples))
     return StepResult(state, means, samples)
 
 
@@ -205,7 +210,22 @@ def _recompute_logprobs(
     for index, logprobs in zip(indices, recomputed, strict=True):
         sample = samples[index]
         old_logprobs = np.where(sample.mask, logprobs, 0.0).astype(np.float32)
-        samples[index] = dataclasses.replace(sample, old_logprobs=old_logprobs)
+        sample = dataclasses.replace(sample, old_logprobs=old_logprobs)
+        if sample.is_demonstration:
+            sample = dataclasses.replace(sample, logprobs=old_logprobs)
+        samples[index] = sample
+
+
+def _demonstration_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean log-probability of the trained tokens of demonstrations, before the first update."""
+    values = [np.zeros(0, np.float32)]
+    for sample in samples:
+        if sample.is_demonstration:
+            values.append(sample.denominator[sample.mask])
+    logprobs = np.concatenate(values)
+    if not len(logprobs):
+        return {}
+    return {"demonstrations/logprob": float(logprobs.mean(dtype=np.float64))}
 
 
 def sample_logprobs(

@@ -207,12 +207,14 @@ def _is_within(threshold: str, value: float, limit: float) -> bool:
 def guard_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the guards' own metrics; they are left out where no token was sampled.
 
+    Demonstrations do not count, and continued turns count once.
+
     rollout/think_repetition: share of the n-grams (NGRAM tokens) of all sampled turns that stood in the same
         turn before. Nearly all of a turn is its thought, and a thought that repeats itself is never closed.
     rollout/sampled_perplexity: exp of the mean negative log-probability of the sampled tokens, under the
         sampler's policy at its temperature.
     """
-    turns = [turn for group in groups for trajectory in group.attempts for turn in trajectory.turns]
+    turns = [turn for group in groups for trajectory in group.attempts for turn in trajectory.new_turns]
     metrics = {}
     num_repeated = 0
     num_ngrams = 0

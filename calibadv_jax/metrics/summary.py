@@ -37,6 +37,8 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     Names under "reward/" and "rollout/" are means over trajectories, those under "group/" over questions.
     Lengths are in tokens, shares are in [0, 1]. The names in `ALIASES` repeat values. Failed trajectories are
     counted in rollout/failed (their number), rollout/failed_share and rollout/failed/<service> only.
+    Demonstrations and continued trajectories have metrics of their own, and count in no other than
+    group/tied, which is about what is trained.
 
     Args:
         groups: Scored groups.
@@ -45,11 +47,14 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
     Raises:
         ValueError: There is no trajectory, not even a failed one.
     """
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    finished = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for group in groups for trajectory in group.failed]
-    if not trajectories and not failed:
+    if not finished and not failed:
         raise ValueError("no trajectories to summarise")
-    metrics = _failure_metrics(failed, len(trajectories) + len(failed))
+    metrics = _failure_metrics(failed, len(finished) + len(failed))
+    metrics.update(_demonstration_metrics(groups))
+    metrics.update(_continuation_metrics(groups))
+    trajectories = [trajectory for trajectory in finished if trajectory.is_from_prompt]
     if not trajectories:
         return metrics
     values_by_name = _values_with_extremes(trajectories, step)
@@ -57,8 +62,7 @@ def trajectory_metrics(groups: Sequence[Group], step: int = 0) -> dict[str, floa
         metrics[f"{name}/mean"] = _mean(values)
         metrics[f"{name}/max"] = max(values)
         metrics[f"{name}/min"] = min(values)
-    finished_groups = [group.trajectories for group in groups if group.trajectories]
-    averaged_values = {**_averaged_values(trajectories), **_group_values(finished_groups)}
+    averaged_values = {**_averaged_values(trajectories), **_group_values(groups)}
     for name, averaged in averaged_values.items():
         metrics[name] = _mean(averaged)
     metrics["rollout/refused_queries"] = sum(
@@ -179,18 +183,88 @@ def _policy_versions(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]
     return [trajectory.policy_versions for trajectory in trajectories if trajectory.policy_versions]
 
 
-def _group_values(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Sequence[float]]:
-    """Return the values whose mean over questions is logged, by name; no group is empty."""
-    group_scores = [[trajectory.answer_score for trajectory in trajectories] for trajectories in groups]
-    is_solved = [
-        any(trajectory.relative_score >= 1 for trajectory in trajectories) for trajectories in groups
-    ]
+def _group_values(groups: Sequence[Group]) -> dict[str, Sequence[float]]:
+    """Return the values whose mean over questions is logged, by name."""
+    trained_scores = []  # of all that is trained
+    group_scores = []  # of what the policy sampled from the prompt
+    is_solved = []
+    for group in groups:
+        if group.trajectories:
+            trained_scores.append([trajectory.answer_score for trajectory in group.trajectories])
+        sampled = group.from_prompt.trajectories
+        if sampled:
+            group_scores.append([trajectory.answer_score for trajectory in sampled])
+            is_solved.append(any(trajectory.relative_score >= 1 for trajectory in sampled))
     return {
         "group/best_score": [max(scores) for scores in group_scores],
         "group/solved": is_solved,
-        "group/tied": [max(scores) == min(scores) for scores in group_scores],
+        "group/tied": [max(scores) == min(scores) for scores in trained_scores],
         "group/all_zero": [max(scores) == 0 for scores in group_scores],
     }
+
+
+def _demonstration_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the number and the scores of the demonstrations; nothing without any."""
+    demonstrations: list[Trajectory] = []
+    sampled_scores: list[float] = []  # of the other trajectories in the groups of the demonstrations
+    num_groups = 0
+    for group in groups:
+        of_group = [trajectory for trajectory in group.trajectories if trajectory.is_demonstration]
+        demonstrations.extend(of_group)
+        if of_group:
+            num_groups += 1
+            sampled_scores.extend(trajectory.answer_score for trajectory in group.from_prompt.trajectories)
+    if not demonstrations:
+        return {}
+    metrics = {
+        "demonstrations/trajectories": float(len(demonstrations)),
+        "demonstrations/group_share": num_groups / len(groups),
+        "demonstrations/score": _mean([trajectory.answer_score for trajectory in demonstrations]),
+        "demonstrations/searches": _mean([trajectory.num_searches for trajectory in demonstrations]),
+    }
+    if sampled_scores:
+        metrics["demonstrations/sampled_score"] = _mean(sampled_scores)
+    metrics.update(_mean_evidence("demonstrations", demonstrations))
+    return metrics
+
+
+def _continuation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the number and the scores of the continued trajectories; nothing without any."""
+    continuations: list[Trajectory] = []
+    source_scores = []  # of the trajectory that each of them continues
+    num_groups = 0
+    for group in groups:
+        scores = {trajectory.index: trajectory.answer_score for trajectory in group.trajectories}
+        of_group = [trajectory for trajectory in group.trajectories if trajectory.continues is not None]
+        continuations.extend(of_group)
+        if of_group:
+            num_groups += 1
+        for trajectory in of_group:
+            if trajectory.continues in scores:
+                source_scores.append(scores[trajectory.continues])
+    if not continuations:
+        return {}
+    prefix_turns = [sum(turn.is_context for turn in trajectory.turns) for trajectory in continuations]
+    metrics = {
+        "continuations/trajectories": float(len(continuations)),
+        "continuations/group_share": num_groups / len(groups),
+        "continuations/score": _mean([trajectory.answer_score for trajectory in continuations]),
+        "continuations/solved": _mean([trajectory.relative_score >= 1 for trajectory in continuations]),
+        "continuations/prefix_turns": _mean(prefix_turns),
+    }
+    if source_scores:
+        metrics["continuations/source_score"] = _mean(source_scores)
+    metrics.update(_mean_evidence("continuations", continuations))
+    return metrics
+
+
+def _mean_evidence(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean evidence of those trajectories whose questions name passages, as NAME/evidence."""
+    evidence = []
+    for trajectory in trajectories:
+        if "evidence" in trajectory.metrics:
+            evidence.append(trajectory.metrics["evidence"])
+    return {f"{name}/evidence": _mean(evidence)} if evidence else {}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -227,10 +227,16 @@ def _head_dim(config: Mapping[str, Any], num_heads: int, source: str) -> int:
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of config.json that describes the rotary embeddings; empty without one.
+    """Return the field of config.json that describes the rotary embeddings.
 
     It is rope_scaling before transformers 5, and rope_parameters from then on. transformers, too, reads the
     first where a file has both.
+
+    Args:
+        config: the content of config.json.
+
+    Returns:
+        A copy of the field; empty without one.
     """
     return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
 

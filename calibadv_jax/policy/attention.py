@@ -139,6 +139,12 @@ def best_kernel(backend: str, compute_dtype: DTypeLike, capability: float = 0.0)
 def default_kernel(compute_dtype: DTypeLike) -> Kernel:
     """Return `best_kernel` of JAX's default device, which loads its backend.
 
+    Args:
+        compute_dtype: of queries, keys and values.
+
+    Returns:
+        The kernel's name.
+
     Raises:
         UserError: tokamax is that kernel, and is not installed.
     """

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from calibadv_jax.config import RewardConfig
+from calibadv_jax.config import ContinuationsConfig, RewardConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Question, Trajectory
+
+NO_CONTINUATIONS = ContinuationsConfig()
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,13 @@ class Evidence:
 
 
 def find_evidence(trajectory: Trajectory) -> Evidence | None:
-    """Return the evidence in a trajectory's searches; None if its question names no supporting passages.
+    """Return the evidence in a trajectory's searches.
 
     Args:
         trajectory: a finished trajectory. Its searches count, refused ones too, and no other action.
+
+    Returns:
+        The evidence; None if the question names no supporting passages.
     """
     missing = set(trajectory.question.supporting_ids)
     if not missing:
@@ -60,23 +65,38 @@ def max_score(supporting_ids: Sequence[str], config: RewardConfig) -> float:
     Args:
         supporting_ids: of the question; empty if it names no supporting passages.
         config: the section `reward`.
+
+    Returns:
+        The largest answer reward, and `config.evidence` beside it if the question names passages. Neither
+        `config.overlong_penalty` nor `config.search_cost` is subtracted.
     """
     if supporting_ids:
         return config.max_score + config.evidence
     return config.max_score
 
 
-def check_evidence(questions: Sequence[Question], config: RewardConfig) -> None:
-    """Check that the reward can see evidence.
+def check_evidence(
+    questions: Sequence[Question],
+    config: RewardConfig,
+    continuations: ContinuationsConfig = NO_CONTINUATIONS,
+) -> None:
+    """Check that evidence can be seen where the config needs it.
 
     Args:
         questions: the training questions.
         config: the section `reward`.
+        continuations: the section `continuations`.
 
     Raises:
-        UserError: if the evidence is paid for, and no question names supporting passages.
+        UserError: if the evidence is paid for, or decides what is continued, and no question names supporting
+            passages.
     """
     names_passages = any(question.supporting_ids for question in questions)
+    if continuations.is_on and not names_passages:
+        raise UserError(
+            "continuations.per_group needs questions that name their supporting passages, and no question of"
+            " data.train has supporting_ids: add that column (docs/data.md), or set it to 0"
+        )
     if (config.evidence or config.search_cost) and not names_passages:
         raise UserError(
             "reward.evidence and reward.search_cost need questions that name their supporting passages, and"

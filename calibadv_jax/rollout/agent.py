@@ -89,8 +89,26 @@ class RolloutContext:
         return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening, notice)
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """The beginning of a trajectory that another one continues.
+
+    Attributes:
+        source: Index of the first one in the group.
+        turns: Its first turns, each with an observation, as `is_context`.
+    """
+
+    source: int
+    turns: tuple[Turn, ...]
+
+
 async def run_trajectory(
-    context: RolloutContext, question: Question, index: int, seed: int, session: str
+    context: RolloutContext,
+    question: Question,
+    index: int,
+    seed: int,
+    session: str,
+    prefix: Prefix | None = None,
 ) -> Trajectory:
     """Write one trajectory.
 
@@ -109,6 +127,8 @@ async def run_trajectory(
         index: place of the trajectory in its group.
         seed: determines, with the question's id, the index and the turn, every sampled token.
         session: name of the trajectory at the sampler, unique among those in flight. It is always released.
+        prefix: turns with which the trajectory begins; they count towards `rollout.max_searches`. None: it
+            begins with the prompt.
 
     Returns:
         The trajectory, unscored. If sampler, action or judge could not serve it, or it took longer than
@@ -120,6 +140,9 @@ async def run_trajectory(
     """
     rollout = context.rollout
     trajectory = _begin(context, question, index)
+    if prefix is not None:
+        trajectory.continues = prefix.source
+        trajectory.turns.extend(prefix.turns)
     start = time.monotonic()
     limit = asyncio.timeout(rollout.time_limit or None)
     try:
@@ -128,8 +151,7 @@ async def run_trajectory(
             if context.judge is not None and trajectory.answer is not None:
                 trajectory.metrics = await context.judge.score(trajectory)
     except RequestFailed as error:
-        message = " ".join(str(error).split())
-        trajectory.error = well_formed(redact(f"{error.service}: {message}"))
+        trajectory.error = failure_text(error)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -138,6 +160,12 @@ async def run_trajectory(
         context.sampler.release(session)
     trajectory.seconds = time.monotonic() - start
     return trajectory
+
+
+def failure_text(error: RequestFailed) -> str:
+    """Return the `Trajectory.error` of a trajectory that a service could not serve."""
+    message = " ".join(str(error).split())
+    return well_formed(redact(f"{error.service}: {message}"))
 
 
 def _begin(context: RolloutContext, question: Question, index: int) -> Trajectory:
@@ -164,8 +192,8 @@ def _begin(context: RolloutContext, question: Question, index: int) -> Trajector
 async def _write_turns(trajectory: Trajectory, context: RolloutContext, seed: int, session: str) -> None:
     """Sample turns and append their observations until the trajectory ends."""
     rollout = context.rollout
-    tokens = trajectory.prompt_ids.tolist()  # the whole context so far
-    for number in range(rollout.max_searches + 1):
+    tokens = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]  # the whole context so far
+    for number in range(len(trajectory.turns), rollout.max_searches + 1):
         sampling = SamplingParams(
             max_tokens=min(rollout.max_turn_length, rollout.max_length - len(tokens)),
             temperature=rollout.temperature,

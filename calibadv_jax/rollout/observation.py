@@ -75,6 +75,10 @@ def make_neutraliser(tokenizer: Any, actions: Sequence[Action] = ()) -> Neutrali
     Args:
         tokenizer: a tokenizer of transformers.
         actions: the actions that are on; none stand for search alone.
+
+    Returns:
+        A neutraliser of the protocol's tags, those of these actions included, and of the tokenizer's control
+        tokens. It compares text as the tokenizer normalises it.
     """
     return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), _normaliser_of(tokenizer))
 

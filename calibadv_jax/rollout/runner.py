@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from calibadv_jax.config import RolloutConfig
-from calibadv_jax.core.errors import EnvironmentFailure, UserError
+from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
-from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
+from calibadv_jax.rollout.agent import Prefix, RolloutContext, failure_text, run_trajectory
 
 T = TypeVar("T")
 
@@ -81,10 +81,50 @@ class FailureCount:
             )
 
 
+def _no_demonstrations(question: Question, version: int, rng: np.random.Generator) -> list[Trajectory]:
+    return []
+
+
+def _no_near_misses(trajectories: Sequence[Trajectory], count: int) -> list[Prefix]:
+    return []
+
+
+@dataclass(frozen=True)
+class GroupParts:
+    """What a group of a training run holds beside trajectories from the prompt.
+
+    `run.wiring.group_parts` makes it from the config, with the rules of `contrib.group_demonstrations` and
+    `contrib.near_misses`.
+
+    Attributes:
+        demonstrations: Returns the demonstrations in a group, given its question, the version of the policy
+            that begins it, and a generator that chooses among them. They are not scored.
+        second_round: Trajectories that are sampled after the others of their group.
+        near_misses: Returns at most so many prefixes for the second round, given the trajectories of the
+            first one, failed ones included.
+    """
+
+    demonstrations: Callable[[Question, int, np.random.Generator], list[Trajectory]] = _no_demonstrations
+    second_round: int = 0
+    near_misses: Callable[[Sequence[Trajectory], int], list[Prefix]] = _no_near_misses
+
+
+NO_PARTS = GroupParts()
+
+
 async def collect_group(
-    context: RolloutContext, question: Question, slots: asyncio.Semaphore, seed: int, name: str
+    context: RolloutContext,
+    question: Question,
+    slots: asyncio.Semaphore,
+    seed: int,
+    name: str,
+    parts: GroupParts = NO_PARTS,
+    demonstrations: Sequence[Trajectory] = (),
 ) -> Group:
-    """Write `rollout.group_size` trajectories of one question.
+    """Write the trajectories of one question, `rollout.group_size` with its demonstrations.
+
+    The second round begins when the first one has ended. Each trajectory of it continues a near miss, or
+    begins with the prompt where there are not enough near misses.
 
     Args:
         context: services and settings.
@@ -92,6 +132,8 @@ async def collect_group(
         slots: limits the trajectories of all groups that are written at the same time.
         seed: seed of the group.
         name: name of the group, unique among those in flight. The sessions at the sampler are ``name/index``.
+        parts: the group's second round.
+        demonstrations: fewer than the group has members; they get its last indices.
 
     Returns:
         The finished and the failed trajectories.
@@ -100,18 +142,37 @@ async def collect_group(
         UserError: as `run_trajectory`; the other trajectories are cancelled.
     """
 
-    async def write(index: int) -> Trajectory:
+    async def write(index: int, prefix: Prefix | None = None) -> Trajectory:
         """Write a trajectory once a slot is free, and count it as ended whatever happens."""
         try:
             async with slots:
-                return await run_trajectory(context, question, index, seed, f"{name}/{index}")
+                return await run_trajectory(context, question, index, seed, f"{name}/{index}", prefix)
         finally:
             context.work["ended"] += 1
 
-    group_size = context.rollout.group_size
-    context.work["begun"] += group_size
-    trajectories = await _gather([write(index) for index in range(group_size)])
+    num_sampled = context.rollout.group_size - len(demonstrations)
+    num_first = num_sampled - parts.second_round
+    context.work["begun"] += num_sampled
+    trajectories = await _gather([write(index) for index in range(num_first)])
+    if parts.second_round:
+        prefixes: list[Prefix | None] = [*parts.near_misses(trajectories, parts.second_round)]
+        prefixes += [None] * (parts.second_round - len(prefixes))
+        second = [write(index, prefix) for index, prefix in enumerate(prefixes, num_first)]
+        trajectories += await _gather(second)
+    judged = [_judged(context, demonstration) for demonstration in demonstrations]
+    for index, demonstration in enumerate(await _gather(judged), num_sampled):
+        trajectories.append(replace(demonstration, index=index))
     return Group.from_attempts(question, trajectories)
+
+
+async def _judged(context: RolloutContext, demonstration: Trajectory) -> Trajectory:
+    """Return a demonstration with the judge's verdict on its answer, if answers are judged."""
+    if context.judge is None or demonstration.answer is None:
+        return demonstration
+    try:
+        return replace(demonstration, metrics=await context.judge.score(demonstration))
+    except RequestFailed as error:
+        return replace(demonstration, error=failure_text(error))
 
 
 async def collect_groups(
@@ -177,6 +238,10 @@ class Rollouts:
         seed: seed of the run.
         publish: turns the parameters of a version into the sampler's input. All processes of a run call it
             together. By default parameters are the input.
+
+    Attributes:
+        parts: what the groups of `begin` hold beside trajectories from the prompt.
+        version: version of the newest parameters that `load` handed over: the number of trained steps.
     """
 
     def __init__(
@@ -188,6 +253,8 @@ class Rollouts:
         self.context = context
         self.seed = seed
         self.publish = publish
+        self.parts = NO_PARTS
+        self.version = 0
         self.collected: Counter[str] = Counter()  # work of `collect`; that of `begin` is in the context
         self._slots = asyncio.Semaphore(context.rollout.max_concurrency)
         self._loop = asyncio.new_event_loop()
@@ -221,6 +288,7 @@ class Rollouts:
                 completion.
         """
         self.run(self.context.sampler.load(version, published))
+        self.version = version
 
     def begin(self, number: int, question: Question) -> Future[Group]:
         """Start the rollout of a group in the background.
@@ -234,7 +302,13 @@ class Rollouts:
             A future of the group. It raises the errors of `collect_group`; cancelling it cancels the rollout.
         """
         seed = int(random_state(self.seed, number, "group").integers(2**31))
-        return self.submit(collect_group(self.context, question, self._slots, seed, f"group{number}"))
+        rng = random_state(self.seed, number, "demonstrations")
+        demonstrations = self.parts.demonstrations(question, self.version, rng)
+        return self.submit(
+            collect_group(
+                self.context, question, self._slots, seed, f"group{number}", self.parts, demonstrations
+            )
+        )
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the event loop in the background.

@@ -192,6 +192,7 @@ def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple
     fields: dict[str, Any] = {name: row.get(name) for name in schema.TRAJECTORY_FIELDS}
     fields["prompt_ids"] = np.asarray(row["prompt_ids"], np.int32)
     fields["metrics"] = dict(row["metrics"])
+    fields["is_demonstration"] = bool(fields["is_demonstration"])  # older files lack the column
     turns = [_turn(turn) for turn in row["turns"]]
     return Trajectory(question, turns=turns, opening=opening, actions=actions, **fields)
 
@@ -203,6 +204,7 @@ def _turn(row: RecordRow) -> Turn:
         values = row.get(name)
         # JSON has null in place of a number that is not finite; it becomes NaN.
         fields[name] = None if values is None else np.asarray(values, dtype)
+    fields["is_context"] = bool(fields["is_context"])  # older files lack the column
     fields["documents"] = tuple(Document(**document) for document in row["documents"])
     fields["policy_versions"] = tuple(row["policy_versions"])
     fields["golden_logprobs"] = dict(row.get("golden_logprobs") or {})

@@ -55,6 +55,7 @@ TURN = pa.struct(
         ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # missing in older files of this version
         ("values", _FLOATS),  # values of the critic before each sampled token; null or missing without one
         ("teacher_logprobs", _FLOATS),  # log-probabilities of the teacher; null or missing without one
+        ("is_context", pa.bool_()),  # not trained here; missing in older files
     ]
 )
 SCHEMA = pa.schema(
@@ -78,6 +79,8 @@ SCHEMA = pa.schema(
         ("silver", pa.map_(pa.string(), pa.float64())),  # silver set of the group, on each of its rows
         ("prompt_ids", _INTS),
         ("first_opening", pa.string()),  # null or missing where the first turn begins as the others do
+        ("is_demonstration", pa.bool_()),  # missing in older files
+        ("continues", _INT),  # index of the trajectory whose first turns it continues; null: of none
         ("turns", pa.list_(TURN)),
     ]
 )
@@ -101,6 +104,8 @@ TRAJECTORY_FIELDS = (
     "seconds",
     "prompt_ids",
     "first_opening",
+    "is_demonstration",
+    "continues",
 )
 # Attributes of a turn that are arrays, with their dtypes.
 TURN_ARRAYS = {

@@ -26,10 +26,18 @@ def describe_choices(config: Config) -> list[str]:
     """
     _check_something_is_learned(config)
     teacher = load_optional("teacher").describe_teacher(config) if config.teacher.is_on else []
+    demonstrations = []
+    if config.demonstrations.is_on:
+        demonstrations = load_optional("group_demonstrations").describe_demonstrations(config)
+    continuations = []
+    if config.continuations.is_on:
+        continuations = load_optional("near_misses").describe_continuations(config)
     return [
         *describe(config.advantage),
         *check_loss(config.loss),
         *teacher,
+        *demonstrations,
+        *continuations,
         *describe_actions(config),
         *check_reward(config.reward),
         *describe_processes(config),

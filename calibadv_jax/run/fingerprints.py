@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 REFERENCE = "policy.weights"  # Only if the run keeps its initial policy, or trains adapters on this base.
 ADAPTERS = "policy.adapters"  # Hash of policy.lora.init_from; only if the run keeps its initial policy.
 TEACHER = "teacher.content"  # Hash of the teacher's weights, or the model of its server; only with a teacher.
+DEMONSTRATIONS = "demonstrations.content"  # Hash of the demonstrations in groups; only with them.
 JUDGE = "reward.judge.content"  # Hash of the file reward.judge.prompt.
 TOOLS = "tools.content"  # Hash of the actions' names and purposes, which servers and the user's code choose.
 # Hashes of the source code of functions of the user's own, by the section that names them.
@@ -37,7 +38,7 @@ ADVANTAGE_SOURCE = "advantage.source"
 LOSS_SOURCE = "loss.source"
 TOOLS_SOURCE = "tools.source"
 SOURCES = (REWARD_SOURCE, ADVANTAGE_SOURCE, LOSS_SOURCE, TOOLS_SOURCE)
-OPTIONAL = (REFERENCE, ADAPTERS, TEACHER, JUDGE, TOOLS, *SOURCES)
+OPTIONAL = (REFERENCE, ADAPTERS, TEACHER, DEMONSTRATIONS, JUDGE, TOOLS, *SOURCES)
 IDENTITY = ("data.content", "policy.config", "policy.vocabulary", *OPTIONAL)
 
 
@@ -110,6 +111,8 @@ def _contents(
         hashes[TEACHER] = teacher_hash
     elif config.teacher.url:
         hashes[TEACHER] = lambda: content_hash(load_optional("teacher").teacher_identity(config))
+    if config.demonstrations.is_on:
+        hashes[DEMONSTRATIONS] = lambda: load_optional("group_demonstrations").demonstrations_hash(config)
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
         hashes[REFERENCE] = base_hash

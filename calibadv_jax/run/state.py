@@ -161,11 +161,11 @@ class RunState:
         reward = self.config.reward
         replaced = self.stream.replaced
         for group in groups:
-            scores = [trajectory.relative_score for trajectory in group.trajectories]
+            scores = [trajectory.relative_score for trajectory in group.from_prompt.trajectories]
             self.questions.record_scores(group.question.id, scores)
         for group in replaced:
             largest = max_score(group.question.supporting_ids, reward)
-            scores = [score / largest for score in trajectory_scores(group, reward)]
+            scores = [score / largest for score in trajectory_scores(group.from_prompt, reward)]
             self.questions.record_scores(group.question.id, scores)
         metrics = {}
         if self.config.rollout.dynamic_sampling:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
 from calibadv_jax.core.errors import Faults
 from calibadv_jax.core.interfaces import Sampler
+from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import load_optional
 from calibadv_jax.data.pipeline import check_questions
 from calibadv_jax.data.questions import load_questions
@@ -23,7 +25,7 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.runner import Rollouts
+from calibadv_jax.rollout.runner import NO_PARTS, GroupParts, Rollouts
 from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stop_rule import StopRule
@@ -79,6 +81,35 @@ def check_inputs(config: Config, warn: Callable[[str], object] = _ignore) -> Non
         with faults.collected():
             find_workers(sampler, warn)
     faults.raise_all()
+
+
+def group_parts(
+    config: Config, tokenizer: Any, questions: Sequence[Question], warn: Callable[[str], object] = _ignore
+) -> GroupParts:
+    """Return what the groups of a training run hold beside trajectories from the prompt.
+
+    Args:
+        config: The run's config.
+        tokenizer: The policy's tokenizer.
+        questions: The training questions whose prompts fit.
+        warn: Gets a line on demonstrations that do not fit.
+
+    Raises:
+        UserError: The file of demonstrations is missing or damaged, or none of them can be used.
+    """
+    parts = NO_PARTS
+    if config.demonstrations.is_on:
+        contrib = load_optional("group_demonstrations")
+        demonstrations = contrib.GroupDemonstrations(config, tokenizer, questions, warn)
+        parts = replace(parts, demonstrations=demonstrations.choose)
+    if config.continuations.is_on:
+        prefixes_of = load_optional("near_misses").prefixes_of
+        parts = replace(
+            parts,
+            second_round=config.continuations.per_group,
+            near_misses=partial(prefixes_of, config=config),
+        )
+    return parts
 
 
 @contextmanager

@@ -108,6 +108,48 @@ def test_teacher_fits_the_run(message, sections):
     check(message, **sections)
 
 
+SHOWN, CONTINUED, GAE = {"file": "d.jsonl"}, {"per_group": 2}, {"name": "gae"}
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (None, {"demonstrations": SHOWN | {"per_group": 2}, "continuations": CONTINUED}),
+        (
+            "demonstrations.first_steps is set, but there are no demonstrations",
+            {"demonstrations": {"first_steps": 9}},
+        ),
+        ("importance is ratio: set importance=shaped", {"demonstrations": SHOWN | {"gamma": 0.5}}),
+        (None, {"demonstrations": SHOWN | {"gamma": 0.5, "importance": "shaped"}}),
+        (
+            "only_unsolved is set, but continuations.per_group is 0",
+            {"continuations": {"only_unsolved": False}},
+        ),
+        (r"group_size is 5, but demonstrations.per_group = 5:", {"demonstrations": SHOWN | {"per_group": 5}}),
+        (
+            "demonstrations.per_group = 3 and continuations.per_group = 2: raise",
+            {"demonstrations": SHOWN | {"per_group": 3}, "continuations": CONTINUED},
+        ),
+        ("demonstrations are on, but advantage.name=gae", {"demonstrations": SHOWN, "advantage": GAE}),
+        ("continuations are on, but advantage.name=gae", {"continuations": CONTINUED, "advantage": GAE}),
+        (None, {"advantage": GAE}),
+        (None, {"demonstrations": SHOWN, "teacher": {"policy": "initial"}, "loss": {"kl_coef": 0.1}}),
+        (
+            None,
+            {
+                "continuations": CONTINUED,
+                "rollout": {"max_staleness": 1},
+                "sampler": {"name": "vllm"},
+                "loss": {"importance_cap": 2.0},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_groups_keep_sampled_trajectories(message, sections):
+    check(message, **sections)
+
+
 @pytest.mark.parametrize(
     ("every", "keep", "patience", "needed"),
     [(1, 1, 1, 0), (1, 2, 2, 0), (1, 2, 3, 3), (2, 1, 3, 2), (2, 2, 3, 0), (3, 2, 5, 3), (50, 1, 3, 2)],
@@ -157,7 +199,10 @@ EXPECTED = {
         "run.dir", "world.dir", "retriever.index", "sft.output", "evaluate.output", "export.output",
         "export.adapter_output",
     ),
-    Mark.PLACE: ("data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run", "teacher.policy"),
+    Mark.PLACE: (
+        "data", "policy.path", "policy.tokenizer", "policy.lora.init_from", "run", "teacher.policy",
+        "demonstrations.file",
+    ),
 }  # fmt: skip
 
 

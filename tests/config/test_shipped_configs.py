@@ -241,7 +241,7 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
     assert workers.gpu_memory_utilization + fraction <= 0.9
     architecture = architecture_from_hf(config.policy.init)
     trainer = peak_memory(estimate_memory(config, architecture, config.mesh.sizes_on(jax.device_count())))
-    assert 1.4 * trainer < fraction * 80e9  # temporaries of the kernels are not counted
+    assert 1.15 * trainer < fraction * 80e9  # the estimate is within 15 % of the compiler's
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_memory_fractions_leave_room_for_the_retriever(path):
             ["FAIL prompt: prompt.template is 'papr'", "1 of 3 offline checks failed"],
         ),
         ("learner.microbatch_rows=12", 1, ["set learner.microbatch_rows=16"]),
-        ("policy.init.model_type=gpt2", 1, ["FAIL policy: policy.init: model_type is 'gpt2'"]),
+        ("policy={path: '', init: {model_type: gpt2}}", 1, ["policy.init: model_type is 'gpt2'"]),
         ("mesh.fsdp=-1", 0, ["as many as there are here"]),
         ("policy.path=", 0, ["3085.94M parameters"]),
         ("sampler.name=jax", 0, ["kv cache"]),

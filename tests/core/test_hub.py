@@ -71,6 +71,16 @@ def test_repository_is_downloaded_once(hub, tmp_path, policy_folder):
     assert hub.downloads == downloads
 
 
+def test_weights_are_fetched_only_where_they_are_asked_for(hub, tmp_path, policy_folder):
+    commit = hub.add("owner/policy", policy_folder)
+    config = configured(tmp_path, path="owner/policy")
+    folder, (pin,) = find_folder(config, "owner/policy")
+    assert (folder / "config.json").is_file() and not (folder / "model.safetensors").exists()
+    assert pin.commit == commit
+    folder, _ = find_folder(config, "owner/policy", with_weights=True)
+    assert (folder / "model.safetensors").is_file()
+
+
 def test_run_keeps_its_commit(hub, tmp_path, policy_folder):
     first = hub.add("owner/policy", policy_folder)
     config = configured(tmp_path, path="owner/policy")

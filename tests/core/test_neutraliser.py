@@ -103,10 +103,19 @@ def test_compatible_characters_forge_nothing_once_the_tokenizer_normalises_them(
 
 
 @pytest.mark.parametrize(
-    "text", ["\u226e/information\u226f", "<s\u00e9arch>", "\u226eTHINK>", "[p\u00e1d]", "[PAD]"]
+    ("text", "neutral"),
+    [
+        ("\u226e/information\u226f Caf\u00e9", "[/information] cafe"),
+        ("<s\u00e9arch> 2", "[search] 2"),
+        ("\u226eTHINK> So", "[think] so"),
+        ("[p\u00e1d] \u00c9", "pad e"),
+        ("[PAD] A", "pad a"),
+    ],
 )
-def test_stripped_accents_and_capitals_forge_nothing(text):
+def test_stripped_accents_and_capitals_forge_nothing(text, neutral):
+    """The letters of the text stay."""
     shown = neutralise(text, ["[pad]"], normalise=without_accents)
+    assert shown == neutral
     seen = without_accents(shown)
     assert neutralise(seen, ["[pad]"]) == seen and ("[pad]" not in seen)
     assert neutralise("\u00c9t\u00e9 1 < 2", ["[pad]"], normalise=without_accents) == "\u00c9t\u00e9 1 < 2"

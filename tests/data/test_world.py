@@ -24,6 +24,7 @@ from calibadv_jax.contrib.worlds.world import (
 )
 from calibadv_jax.contrib.worlds.world_demonstrations import GENERATORS, imperfect
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.run.model import load_tokenizer
 from examples.own_tool import Calculator
@@ -281,6 +282,31 @@ def test_world_folder_is_written_once(tmp_path):
         assert (folder / "manifest.json").read_bytes() == content
     pages = rows_of(write_world(replace(PAGES, dir=str(tmp_path / "pages"))) / "pages.jsonl")
     assert len(pages) == 88 and set(pages[0]) == {"url", "contents"}
+
+
+def test_demonstrations_show_the_whole_way(tmp_path):
+    """Each look-up finds its supporting passage, each thought quotes it, and rewards take the answer."""
+    config = replace(SMALL, dir=str(tmp_path / "world"), demonstrations=60)
+    plain = rows_of(write_world(replace(SMALL, dir=str(tmp_path / "plain"))) / "train.jsonl")
+    folder = write_world(config)
+    assert rows_of(folder / "train.jsonl") == plain and not (tmp_path / "plain/demonstrations.jsonl").exists()
+    demonstrations = load_demonstrations(folder / "demonstrations.jsonl")
+    assert [each.question.id for each in demonstrations] == [row["id"] for row in plain[:60]]
+    tokenizer = build_word_tokenizer()
+    kinds = Counter()
+    for demonstration in demonstrations:
+        question = demonstration.question
+        *searches, last = demonstration.turns
+        assert len(searches) == len(question.supporting_ids)
+        for turn, name in zip(searches, question.supporting_ids, strict=True):
+            assert turn.documents[0].id == name and len(turn.documents) <= 3
+            assert f"<search> {turn.documents[0].title} </search>" in turn.text
+        assert last.text.endswith(f"<answer> {question.golden_answers[0]} </answer>")
+        assert all(tokenizer.unk_token_id not in tokenizer.encode(turn.text) for turn in demonstration.turns)
+        kinds[question.data_source, len(searches)] += 1
+    assert set(kinds) == {("one_hop", 1), ("two_hop", 2), ("comparison", 2)}
+    with pytest.raises(ValueError, match="demonstrations show searches alone"):
+        replace(AGES, demonstrations=1)
 
 
 def test_folder_that_is_older_than_a_key_is_the_same_world(tmp_path):

@@ -1,10 +1,12 @@
 """The barrier of the threads that save checkpoints, between threads of one process."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from process_rig import KeyValueStore
 
+from calibadv_jax.distributed import all_gather
 from calibadv_jax.distributed.save_barrier import SaveBarrier
 
 
@@ -49,3 +51,23 @@ def test_processes_at_different_barriers_have_failed():
     """One has left its save without an error that its thread knows."""
     outcomes = in_threads(lambda barrier, index: barrier(key="ab"[index], timeout_ms=1000))
     assert list(map(str, outcomes)) == ["another process could not save its part"] * 2
+
+
+def test_thread_stops_waiting_when_the_main_thread_has_ended(monkeypatch):
+    """The end of a process waits for its threads, so this one must not go on waiting for another process."""
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    monkeypatch.setattr(all_gather, "POLL_MILLISECONDS", 1)
+    notes = KeyValueStore()
+    get, polls = notes.blocking_key_value_get_bytes, iter(range(4))
+
+    def get_sometimes(key, milliseconds):
+        assert next(polls) < 3, "the thread goes on waiting"
+        return get(key, milliseconds)
+
+    monkeypatch.setattr(notes, "blocking_key_value_get_bytes", get_sometimes)
+    barrier = SaveBarrier(notes, 0, 2, str)
+    with pytest.raises(threading.BrokenBarrierError):
+        barrier(key="first", timeout_ms=1000)

@@ -141,3 +141,24 @@ def test_rows_grow_where_probes_do_not_fit(monkeypatch, pack_length, used):
     config = LearnerConfig(pack_length=pack_length)
     probe.with_golden_logprobs(None, {"a": {}}, [make_group(0)], config, Letters())
     assert calls == [(47, used)]
+
+
+def test_later_turns_continue_what_their_opening_began(monkeypatch):
+    """The prompt's own opening counts in the first turn alone; a failed group has no turns."""
+    texts = []
+
+    def noted(learner, params, samples, config):
+        texts.extend("".join(map(chr, sample.tokens[-40:])) for sample in samples)
+        return [np.full(len(sample.tokens), -1.0, np.float32) for sample in samples]
+
+    monkeypatch.setattr(probe, "sample_logprobs", noted)
+    failed = Group(Question("f", "?", ("Ann",), "toy"), [], [Trajectory(None, np.zeros(0), error="sampler")])
+    groups = [failed, make_group(0, searches=(2,), first_opening="<think>\n")]
+    probed, metrics = with_golden_logprobs(None, {"a": {}}, groups, LearnerConfig(pack_length=80), Letters())
+    assert probed[0] == failed
+    assert golden_logprobs(probed[1], "a") == [[-1.0, -1.0, -1.0, None]]
+    later = f"{ANSWER_BEGINNING} Ann"
+    first = later.removeprefix("<think>")
+    assert texts[0].endswith(first) and not texts[0].endswith(later)
+    assert [text.endswith(later) for text in texts[1:]] == [True, True]
+    assert metrics["advantage/golden/a/first"] == pytest.approx(np.exp(-1.0))

@@ -132,6 +132,13 @@ def test_run_in_progress_names_the_planned_steps(tmp_path, tokenizer, small_grou
     assert json.loads(Site(tmp_path).get("data/index.json"))["planned"] == 60
 
 
+def test_run_whose_config_plans_no_steps_names_none(small_run, monkeypatch):
+    site = Site(small_run)
+    monkeypatch.setattr(site, "_config", dict)
+    index = json.loads(site.get("data/index.json"))
+    assert (index["planned"], index["advantage"]) == (0, {})
+
+
 def test_cut_observation_shows_documents_that_are_in_it():
     text = '\n\n<information>Doc 1(Title: "a") x\nDoc 2(Title: "b") y</information>\n\n'
     parts = observation_parts(text)

@@ -202,6 +202,11 @@ def test_teacher_counts_by_its_own_size_in_the_precision_of_the_forward_pass(tmp
     assert "teacher" in memory_line(counted) and "teacher" not in plain
 
 
+def test_teacher_of_unknown_shape_is_refused_instead_of_left_out(tmp_path):
+    with pytest.raises(UserError, match="teacher.policy is runs/none/hf, where no config.json is"):
+        estimate(tmp_path, (1, 2, 1), teacher__policy="runs/none/hf")
+
+
 def test_teacher_that_is_not_on_this_machine_has_the_size_of_its_name(tmp_path):
     counted = estimate(tmp_path, (1, 2, 1), teacher__policy="meta-llama/Llama-3.1-8B")
     assert counted["teacher"] == pytest.approx(8.03e9 * 2 / 2, rel=0.01)  # bfloat16, on two devices

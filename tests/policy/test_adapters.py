@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_policy import WIDER, row_logits, tiny
+from tiny_policy import WIDER, row_logits, single_device, tiny
 
 from calibadv_jax.config import LoraConfig
+from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.adapters import Adapters, merge_params, split
 from calibadv_jax.policy.weights import flatten
 
@@ -43,6 +44,15 @@ def test_new_adapters_change_nothing(policy, drawn):
         else:  # evenly within 1 / sqrt(in), as PEFT draws them
             bound = 1 / np.sqrt(leaf.shape[1])
             assert leaf.std() == pytest.approx(bound / np.sqrt(3), rel=0.15) and np.abs(leaf).max() <= bound
+
+
+@pytest.mark.medium
+def test_trained_parameters_are_drawn_alone_with_the_same_values(policy):
+    mesh = single_device()
+    whole = init_params(policy, mesh, seed=5)
+    assert flatten(whole).keys() == flatten(policy.abstract_params).keys()
+    trained = init_params(policy, mesh, seed=5, only_trained=True)
+    jax.tree.map(np.testing.assert_array_equal, trained, split(whole)[1])
 
 
 @pytest.mark.medium

@@ -107,6 +107,29 @@ def test_places_are_those_of_drawn_axes(of_two_configs):
             assert (panel["left"], panel["top"]) == pytest.approx((float(left), float(top)), abs=0.11)
 
 
+def test_script_and_table_of_a_figure_have_its_values(tmp_path):
+    """Of two seeds at four steps: both reward values, one, none that is finite, and both again."""
+    columns = [0.25, 0.5, None, 0.123456], [0.75, None, None, 0.25]
+    folders = []
+    for seed, column in enumerate(columns):
+        folder = tmp_path / f"seed-{seed}"
+        config = quickstart_config(folder, f"run.seed={seed}")
+        folders.append(make_run(folder, {"reward/mean": column}, config))
+    text = page_of(tmp_path, folders)
+    figure = text.split('<figure id="reward"')[1].split("</figure>")[0]
+    (panel,) = json.loads(re.search(r'<script type="application/json">(.*?)</script>', figure)[1])
+    (curve,) = panel["curves"]
+    assert panel["title"] == "" and curve.pop("name") == ""
+    assert curve == {
+        "steps": [1, 2, 3, 4],
+        "mean": [0.5, 0.5, None, 0.1867],
+        "low": [0.25, 0.5, None, 0.1235],
+        "high": [0.75, 0.5, None, 0.25],
+    }
+    row = re.search(r"<tbody>\s*<tr>(.*?)</tr>", figure, re.DOTALL)[1]
+    assert re.findall(r'class="number">(.*?)<', row) == ["0.5", "0.1867", "0.1867", "0.5"]
+
+
 def test_text_from_runs_is_text_in_the_page(tmp_path):
     folder = make_run(tmp_path / "<img src=x>", learning_curve(12, 0), quickstart_config(tmp_path / "<b>"))
     for step in (11, 12):

@@ -7,6 +7,7 @@ import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from calibadv_jax.contrib.audit.evidence import GROUP, SEARCH, Evidence, Evidenc
 from calibadv_jax.contrib.audit.measures import MEASURES, VERDICTS
 from calibadv_jax.contrib.audit.tables import verdict
 from calibadv_jax.contrib.cli.audit import credit_again
-from calibadv_jax.contrib.cli.replay import comparison_rows, equal_turns, kept_config
+from calibadv_jax.contrib.cli.replay import KeptPolicy, comparison_rows, equal_turns, kept_config
 from calibadv_jax.contrib.cli.replay import replay as replay_step
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.registry import ESTIMATORS
@@ -406,6 +407,23 @@ def test_changed_advantage_exits_1(tmp_path, capsys, factor, status, words):
     RolloutWriter(tmp_path, config, 7).write(7, groups, result.credits, learner, 3)
     assert status_of("replay", tmp_path) == status
     assert words in capsys.readouterr().out
+
+
+def test_losses_of_all_batches_are_summed():
+    """Batches of two widths, as rows are packed; the policy stays as it is, and no entropy is made up."""
+
+    def loss(logprobs, entropies, batch, reference):
+        assert reference is None and entropies.shape == logprobs.shape and not entropies.any()
+        return logprobs.sum(), {"actor/pg_loss": 2 * logprobs.sum(), f"actor/{batch.name}": 1.0}
+
+    batches = [
+        SimpleNamespace(name="wide", old_logprobs=np.full((1, 4), -0.5, np.float32)),
+        SimpleNamespace(name="narrow", old_logprobs=np.full((2, 2), -0.25, np.float32)),
+    ]
+    state, sums = KeptPolicy().update("state", batches, loss)
+    assert state == "state"
+    assert sums == {"actor/loss": -3.0, "actor/pg_loss": -6.0, "actor/wide": 1.0, "actor/narrow": 1.0}
+    assert KeptPolicy().logprobs({}, batches[0]).tolist() == [[-0.5] * 4]
 
 
 @pytest.mark.parametrize(

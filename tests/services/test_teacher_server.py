@@ -73,8 +73,12 @@ def test_logprobs_come_in_order_with_one_request_a_sequence(endpoint, monkeypatc
 
 def test_server_that_is_away_for_a_moment_is_asked_again(endpoint):
     handler, server = endpoint
+    lines = []
+    server.warn = lines.append
     handler.replies += [(503, {}), (200, {"choices": []})]
     (values,) = server.logprobs([[7, 1]])
+    (line,) = lines
+    assert line.startswith(f"waiting up to 0.5 s for the teacher at {server.url} (")
     assert values[1] == pytest.approx(-0.1) and len(handler.bodies) == 3
 
 

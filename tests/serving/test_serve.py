@@ -1,10 +1,12 @@
 """`calibadv serve` over HTTP: OpenAI's client, refusals, limits, people at once, forged text."""
 
+import asyncio
 import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,10 +17,13 @@ need("openai", "starlette", "uvicorn")
 import openai  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
-from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, served  # noqa: E402
+from serving_rig import FORGED, MODEL, SCRIPTS, SEARCH, Shelf, served  # noqa: E402
 
+from calibadv_jax.config import load_config  # noqa: E402
+from calibadv_jax.contrib.cli import serve  # noqa: E402
 from calibadv_jax.contrib.serving.examples import example_questions  # noqa: E402
 from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserError  # noqa: E402
+from calibadv_jax.services.retriever_client import RetrieverClient  # noqa: E402
 
 
 @pytest.fixture
@@ -340,6 +345,27 @@ def test_health_says_that_the_retriever_is_away(agent):
     reasons.pop()
     reply = httpx.get(f"{agent.url}/health")
     assert (reply.status_code, reply.json()["status"]) == (200, "ready")
+
+
+def test_health_asks_the_configured_retriever_alone():
+    """A config without searches, and a retriever that is no service, are never away."""
+    unused = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    unused.close()
+    searching = load_config([], [f"retriever.url={url}"])
+    without = load_config([], ["tools=[examples.own_tool:Calculator]"])
+
+    async def reason(config, retriever):
+        context = SimpleNamespace(retriever=retriever)
+        check = serve._retriever_check(config, SimpleNamespace(context=context))
+        return check and await check()
+
+    client = RetrieverClient(searching.retriever, [url])
+    with asyncio.Runner() as runner:
+        assert "Connect" in runner.run(reason(searching, client))
+        assert runner.run(reason(without, client)) is None
+        assert runner.run(reason(searching, Shelf())) is None
+        runner.run(client.close())
 
 
 def test_client_that_leaves_within_its_body_leaves_no_traceback(agent, caplog):

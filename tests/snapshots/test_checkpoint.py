@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import shutil
 import sys
 from types import SimpleNamespace
@@ -18,7 +19,13 @@ from calibadv_jax.core.errors import UserError, exit_status
 from calibadv_jax.policy.sharding import placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
 from calibadv_jax.snapshots import checkpoint
-from calibadv_jax.snapshots.checkpoint import CheckpointStore, restore_params, saved_steps
+from calibadv_jax.snapshots.checkpoint import (
+    CheckpointStore,
+    finish_rollback,
+    note_rollback,
+    restore_params,
+    saved_steps,
+)
 
 EXTRA = {"step": 3, "questions": {"epoch": 1, "seen": [4, 2]}, "seed": 2**40, "ratio": 0.1}
 OPTIMIZER = optax.chain(
@@ -131,6 +138,16 @@ def test_new_process_sees_newest_complete_checkpoints(tiny, store, state, tmp_pa
     again = CheckpointStore(folder, keep=2)
     assert again.latest_step() == 5 and again.restore(5, abstract(tiny.policy))[1] == {"step": 5}
     again.close()
+
+
+def test_step_that_a_run_goes_back_to_stays(store, state, tmp_path):
+    for step in (2, 4):
+        store.save(step, state, {})
+    store.delete_after(4)
+    assert store.steps() == [2, 4]
+    store.delete_after(2)
+    assert store.steps() == saved_steps(tmp_path / "checkpoints") == [2]
+    assert store.latest_step() == 2
 
 
 def test_only_a_complete_step_is_a_checkpoint(tmp_path):
@@ -284,3 +301,33 @@ def test_failed_save_leaves_the_older_checkpoints(tiny, state, tmp_path, monkeyp
     store.save(4, state, {"step": 4})
     assert store.wait() == 4 and store.steps() == [2, 4]
     store.close()
+
+
+def test_unfinished_rollback_keeps_the_step_that_it_went_back_to(tmp_path):
+    """The run went back to step 2, and later to step 3. A checkpoint names the rollbacks before it."""
+    rollbacks_before = {1: 0, 2: 0, 3: 1, 4: 1, 5: None}
+    for step, count in rollbacks_before.items():
+        extra = tmp_path / f"checkpoints/{step}/{checkpoint.EXTRA}/metadata"
+        extra.parent.mkdir(parents=True)
+        if count is not None:
+            extra.write_text(json.dumps({"guards": {"rollbacks": count}}))
+    finish_rollback(tmp_path)
+    assert sorted(saved_steps(tmp_path / "checkpoints")) == [1, 2, 3, 4, 5]  # there was no rollback
+    note_rollback(tmp_path, 2, 1)
+    note_rollback(tmp_path, 3, 2)
+    finish_rollback(tmp_path)
+    # Step 4 is of the second attempt. Step 5 is half deleted: it has lost its metadata.
+    assert sorted(saved_steps(tmp_path / "checkpoints")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_half_deleted", [False, True])
+def test_checkpoint_of_an_attempt_that_was_given_up_goes(tmp_path, is_half_deleted):
+    """The run went back from step 3 to step 2, and was killed then; step 4 is of the next attempt."""
+    for step, count in ((2, 0), (3, 0), (4, 1)):
+        extra = tmp_path / f"checkpoints/{step}/{checkpoint.EXTRA}/metadata"
+        extra.parent.mkdir(parents=True)
+        if step != 3 or not is_half_deleted:
+            extra.write_text(json.dumps({"guards": {"rollbacks": count}}))
+    note_rollback(tmp_path, 2, 1)
+    finish_rollback(tmp_path)
+    assert sorted(saved_steps(tmp_path / "checkpoints")) == [2, 4]

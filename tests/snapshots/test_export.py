@@ -13,6 +13,7 @@ import yaml
 from config_rig import changed
 from transformers import AutoTokenizer, GenerationConfig
 
+from calibadv_jax.commands import export as export_command
 from calibadv_jax.commands.export import export
 from calibadv_jax.config import Config, ExportConfig, RunConfig, dump_config, load_config
 from calibadv_jax.contrib.worlds.words import build_word_tokenizer
@@ -174,6 +175,16 @@ def test_export_has_the_tokenizer_and_its_chat_template(run, tmp_path):
     exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert exported.get_vocab() == tokenizer.get_vocab()
     assert exported.apply_chat_template([{"content": "who"}], tokenize=False) == "[who]"
+
+
+def test_command_exports_the_whole_policy_unless_asked_for_adapters(run, tmp_path, monkeypatch, capsys):
+    config, _ = run
+    asked = []
+    monkeypatch.setattr(export_command, "export", lambda _, adapter: asked.append(adapter) or tmp_path / "hf")
+    export_command.run(config)
+    export_command.run(config, adapter=True)
+    assert asked == [False, True]
+    assert capsys.readouterr().out == f"written to {tmp_path / 'hf'}\n" * 2
 
 
 def test_export_of_many_files_has_an_index(tiny, run, tmp_path):

@@ -65,6 +65,28 @@ def test_fields_with_differing_defaults_are_written(tmp_path):
     assert read_hf_config(tmp_path / "other")["rope_theta"] == architecture_from_hf(both).rope_theta == 3e4
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_theta": 3e4, "rope_scaling": {"type": "yarn", "beta_fast": None}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 3e4}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_yarn_is_written_for_both_kinds_of_readers(tiny, tmp_path, given):
+    """Base frequency and scaling stand apart in rope_scaling, and together in rope_parameters."""
+    fields = {"factor": 4.0, "original_max_position_embeddings": 64}
+    given = {name: value | fields if isinstance(value, dict) else value for name, value in given.items()}
+    config = {name: value for name, value in tiny.config.items() if not name.startswith("rope")} | given
+    save_folder(tiny.params, config, tmp_path / "out", "bfloat16", None)
+    written = read_hf_config(tmp_path / "out")
+    scaling = fields | {"rope_type": "yarn"}
+    assert written["rope_theta"] == 3e4
+    assert written["rope_scaling"] == scaling
+    assert written["rope_parameters"] == scaling | {"rope_theta": 3e4}
+    assert architecture_from_hf(written) == architecture_from_hf(config)
+
+
 def test_bfloat16_is_stored_rounded_and_loaded_in_other_precision(tiny, tmp_path):
     folder = save_folder(tiny.params, tiny.config, tmp_path / "half", "bfloat16", None)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)

@@ -242,12 +242,15 @@ def test_doctor_counts_the_memory_of_folder_and_config_alike(name, tmp_path, cap
     def policy_lines(*overrides):
         with suppress(UserError):  # the data of the config is not here
             doctor.run(load_config(path, overrides), offline=True)
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("ok   policy")]
+        lines = capsys.readouterr().out.splitlines()
+        policy = [line for line in lines if line.startswith("ok   policy")]
+        return [line for line in policy if "shape of" not in line]  # the name of the file, or of the table
 
-    of_config = policy_lines()
-    assert of_config
+    of_config = policy_lines("policy.path=")
+    assert any("estimated memory" in line for line in of_config)
+    assert policy_lines() == of_config  # the table of models that the program knows
     assert policy_lines(f"policy.path={tmp_path}", "policy.init.num_hidden_layers=1") == of_config
-    assert policy_lines("policy.init.num_hidden_layers=1") != of_config
+    assert policy_lines("policy.path=", "policy.init.num_hidden_layers=1") != of_config
 
 
 def bytes_on_a_device(tree):

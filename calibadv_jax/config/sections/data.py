@@ -144,6 +144,9 @@ class WorldConfig(Section):
     """Share of the cold start's two-hop demonstrations that answer after the first search, and wrongly."""
     misread: float = Field(default=0.0, ge=0, le=1)
     """Share of demonstrations of the cold start that search beyond a rumour and answer with a wrong fact."""
+    demonstrations: NonNegativeInt = 0
+    """Number of training questions, from the first one on, for which demonstrations.jsonl in dir shows the
+    whole way to the answer (for demonstrations.file); 0: no such file."""
 
     def _faults(self) -> Iterator[str]:
         shares = (self.one_hop, self.two_hop, self.comparison, self.rumour, self.age)
@@ -152,3 +155,5 @@ class WorldConfig(Section):
         fewest_entities = min(self.people, self.cities, self.companies)
         if self.rumour and fewest_entities < 2:
             yield "rumours name others: people, cities and companies must be 2 or more"
+        if self.demonstrations and (self.pages or self.age):
+            yield "demonstrations show searches alone: set demonstrations=0, or leave pages and age out"

@@ -35,8 +35,8 @@ from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, format_documents
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
-from calibadv_jax.data.questions import load_questions, question_row
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, demonstration_row
+from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rollout.actions import SearchAction, grammar_of
 from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
@@ -115,7 +115,7 @@ def run(config: Config) -> None:
     outcomes = [_outcome(result) for result in results]
     if not demonstrations:
         _refuse_no_demonstration(config, outcomes)
-    write_jsonl(Path(output), (_row(demonstration) for demonstration in demonstrations))
+    write_jsonl(Path(output), map(demonstration_row, demonstrations))
     console.say(_outcomes_table(questions, outcomes))
     console.note(f"{len(demonstrations)} demonstrations written to {output}")
 
@@ -161,17 +161,6 @@ def _exceeded_limit(demonstration: Demonstration, config: Config, tokenizer: Any
     if length > config.sft_row_length:
         return "sft.pack_length"
     return ""
-
-
-def _row(demonstration: Demonstration) -> dict[str, Any]:
-    """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
-    turns = []
-    for turn in demonstration.turns:
-        documents = [
-            {"id": document.id, "title": document.title, "text": document.text} for document in turn.documents
-        ]
-        turns.append({"text": turn.text, "documents": documents})
-    return question_row(demonstration.question) | {"turns": turns}
 
 
 def demonstrate(

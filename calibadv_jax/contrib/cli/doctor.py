@@ -296,7 +296,8 @@ def check_shape(config: Config) -> list[str]:
     planned = find_architecture(config)
     if planned is None:
         lines.append(
-            "not checked: memory: policy.path holds no config.json here, and policy.init no vocab_size"
+            "not checked: memory: neither policy.path nor sft.init_from holds a config.json here, and"
+            " policy.init no vocab_size"
         )
         return lines
     lines.append(f"shape of {planned.source}")

@@ -46,7 +46,8 @@ def _trajectory_lines(row: RecordRow, trajectory: Mapping[str, Any]) -> Iterator
     _, mark, word = outcome(trajectory)
     advantage = _advantage(trajectory["advantage_raw"])
     score = plain(trajectory["answer_score"])
-    yield f"{mark} trajectory {trajectory['index']}: {word}, score {score}, advantage {advantage}"
+    origin = f", {trajectory['origin']}" if trajectory["origin"] else ""
+    yield f"{mark} trajectory {trajectory['index']}{origin}: {word}, score {score}, advantage {advantage}"
     if trajectory["error"] is not None:
         yield _line("failed:", trajectory["error"], indent=2)
     for number, (kept, turn) in enumerate(zip(row["turns"], trajectory["turns"], strict=True), 1):

@@ -21,7 +21,7 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.tags import CLOSE_INFORMATION
-from calibadv_jax.core.trajectory import NO_ACTIONS
+from calibadv_jax.core.trajectory import NO_ACTIONS, Group, Trajectory
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
 from calibadv_jax.rollout_store.reader import from_rows
 
@@ -134,10 +134,11 @@ def transcript(
         trajectories.append(
             {
                 **{name: row[name] for name in _TRAJECTORY},
+                "origin": _origin(trajectory),
                 "seconds": round(row["seconds"], 3),
                 "metrics": dict(row["metrics"]),
                 "why": WORDS.trajectory(row, facts, format_flaw(trajectory)).strip(),
-                "turns": _turns(row, pieces, config, turn_flaws(trajectory)),
+                "turns": _turns(row, pieces, config, turn_flaws(trajectory), _sharers(group, trajectory)),
             }
         )
     estimator = ESTIMATORS.get(config.name)
@@ -153,10 +154,37 @@ def transcript(
     }
 
 
+def _origin(trajectory: Trajectory) -> str:
+    """Return where a trajectory comes from; empty if the policy sampled it from the prompt."""
+    if trajectory.is_demonstration:
+        return "demonstration"
+    if trajectory.continues is None:
+        return ""
+    num_turns = sum(turn.is_context for turn in trajectory.turns)
+    turns = "turn 1" if num_turns == 1 else f"turns 1 to {num_turns}"
+    return f"continues {turns} of trajectory {trajectory.continues}"
+
+
+def _sharers(group: Group, trajectory: Trajectory) -> list[list[int]]:
+    """Return for each turn of a trajectory the indices of those that continue it."""
+    sharers: list[list[int]] = [[] for _ in trajectory.turns]
+    for other in group.trajectories:
+        if other.continues != trajectory.index:
+            continue
+        for place, turn in enumerate(other.turns):
+            if turn.is_context:
+                sharers[place].append(other.index)
+    return sharers
+
+
 def _turns(
-    row: RecordRow, pieces: Pieces, config: AdvantageConfig, flaws: Sequence[str]
+    row: RecordRow,
+    pieces: Pieces,
+    config: AdvantageConfig,
+    flaws: Sequence[str],
+    sharers: Sequence[Sequence[int]],
 ) -> list[dict[str, Any]]:
-    """Return the turns of a trajectory; `flaws` has one for each."""
+    """Return the turns of a trajectory; `flaws` and `sharers` have an entry for each."""
     turns: list[dict[str, Any]] = []
     seen_ids: set[str] = set()  # documents of earlier turns
     facts = {"variants": variant_keys(asdict(config))}
@@ -164,24 +192,41 @@ def _turns(
     for index, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
         documents = [_document(document, row, turn, seen_ids) for document in turn["documents"]]
         seen_ids |= {document["id"] for document in documents}
+        # No sampler wrote the tokens of a demonstration: the policy's own probabilities are shown.
+        is_demonstration = bool(row.get("is_demonstration"))
+        logprobs = turn["learner_logprobs"] if is_demonstration else turn["logprobs"]
+        learner_logprobs = None if is_demonstration else turn["learner_logprobs"]
+        shared = _shared(row, turn, sharers[index])
         turns.append(
             {
                 **{name: turn[name] for name in _TURN},
                 "ids": turn["token_ids"],
                 "pieces": pieces.pieces(turn["token_ids"]),
-                "logprobs": _rounded(turn["logprobs"]),
-                "learner_logprobs": _rounded(turn["learner_logprobs"]),
+                "logprobs": _rounded(logprobs),
+                "learner_logprobs": _rounded(learner_logprobs),
                 "observation": observation_parts(turn["observation_text"], len(documents)),
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
                 # Empty where the explanation of the group covers the turn.
-                "why": _explanation(row, turn, index == last, facts, config),
+                "why": shared or _explanation(row, turn, index == last, facts, config),
                 # The same in a few words; empty where `why` has no shorter form.
-                "brief": WORDS.turn_brief(row, turn, index == last, facts, config).strip(),
+                "brief": "" if shared else WORDS.turn_brief(row, turn, index == last, facts, config).strip(),
                 "flaw": flaw,
             }
         )
     return turns
+
+
+def _shared(row: RecordRow, turn: RecordRow, sharers: Sequence[int]) -> str:
+    """Return where the tokens of a turn are trained that several trajectories go through; else ""."""
+    if turn.get("is_context"):  # older files lack the column
+        source = row.get("continues")
+        where = "a demonstration's context" if source is None else f"trained in trajectory {source}"
+        return f"Not trained here: {where}."
+    if sharers:
+        indices = ", ".join(str(index) for index in (row["index"], *sharers))
+        return f"Advantage: the mean over the trajectories {indices}, which go through this turn."
+    return ""
 
 
 def _explanation(

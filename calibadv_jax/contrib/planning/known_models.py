@@ -38,20 +38,39 @@ def find_architecture(config: Config) -> PlannedArchitecture | None:
     """Return the architecture of the policy that a run starts from, without a network.
 
     It is that of the folder policy.path, of the hub's cache, or of `known_shapes`. policy.init counts where
-    policy.path is empty, or a folder below the run's that a cold start will make.
+    policy.path is empty, or a folder below the run's that a cold start will make. A cold start that writes
+    policy.path keeps the shape of sft.init_from.
 
     Returns:
-        The architecture; None if the vocabulary's size is not known yet, because it is that of a tokenizer
-        that may not exist.
+        The architecture; None if it is not known yet: the vocabulary's size is that of a tokenizer that may
+        not exist, or a cold start will make the policy from a model that is not on this machine.
 
     Raises:
         UserError: The policy is of a kind that is not supported, or nothing says what its shape is.
     """
-    path = config.policy.path
-    hf_config, source = _hf_config(config, path)
+    named = _hf_config(config, config.policy.path)
+    if named is None:
+        return None
+    hf_config, source = named
     if "vocab_size" not in hf_config:
         return None
     return PlannedArchitecture(architecture_from_hf(hf_config, source), source)
+
+
+def find_teacher_architecture(config: Config) -> Architecture:
+    """Return the architecture of a teacher that has weights of its own, without a network.
+
+    Raises:
+        UserError: The teacher is of a kind that is not supported, or nothing says what its shape is.
+    """
+    path = config.teacher.policy
+    named = find_hf_config(path)
+    if named is None:
+        raise UserError(
+            f"teacher.policy is {path}, where no config.json is, and whose shape is not known, so that the"
+            " memory that it needs cannot be counted: name the folder of a model that is there"
+        )
+    return architecture_from_hf(*named)
 
 
 def find_hf_config(path: str, revision: str = "") -> tuple[dict[str, Any], str] | None:
@@ -79,8 +98,8 @@ def find_hf_config(path: str, revision: str = "") -> tuple[dict[str, Any], str] 
     return dict(shape), f"{repository} in this project's table of models"
 
 
-def _hf_config(config: Config, path: str) -> tuple[dict[str, Any], str]:
-    """Return the fields of config.json, and where they come from."""
+def _hf_config(config: Config, path: str) -> tuple[dict[str, Any], str] | None:
+    """Return the fields of config.json, and where they come from; None where a cold start will make them."""
     if not path:
         return dict(config.policy.init), "policy.init"
     named = find_hf_config(path, config.policy.revision)
@@ -89,6 +108,8 @@ def _hf_config(config: Config, path: str) -> tuple[dict[str, Any], str]:
     is_made_by_the_run = Path(path).absolute().is_relative_to(Path(config.run.dir).absolute())
     if is_made_by_the_run and config.policy.init:
         return dict(config.policy.init), f"policy.init, since {path} is not there yet"
+    if path == config.sft.output and config.sft.init_from:
+        return find_hf_config(config.sft.init_from)
     raise UserError(
         f"policy.path is {path}, where no config.json is, and whose shape is not known: name a folder that"
         " has one, or leave policy.path empty and give the shape in policy.init (its config.json, vocab_size"

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from calibadv_jax.config import Config, OptimizerConfig
-from calibadv_jax.contrib.planning.known_models import find_hf_config
+from calibadv_jax.contrib.planning.known_models import find_teacher_architecture
 from calibadv_jax.learner.critic import make_critic
 from calibadv_jax.learner.optimizer import STACKED_MATRICES, peak_elements
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.policy.architecture import Architecture, architecture_from_hf
+from calibadv_jax.policy.architecture import Architecture
 from calibadv_jax.policy.attention import SCORE_BYTES
 from calibadv_jax.policy.logprobs import MIN_CHUNKS
 from calibadv_jax.policy.recomputation import REMATS
@@ -71,6 +71,9 @@ def estimate_memory(
 
     Returns:
         Bytes by purpose. Not all of them exist at once: `peak_memory` gives the largest sum.
+
+    Raises:
+        UserError: Nothing says what the shape of the teacher is.
     """
     lora = config.policy.lora
     stored_bytes = jnp.dtype(config.policy.param_dtype).itemsize
@@ -104,9 +107,8 @@ def estimate_memory(
     copies_reference = not frozen or lora.init_from
     if config.keeps_initial_policy and copies_reference:
         estimate["reference policy"] = num_trained * stored_bytes
-    teacher_shape = find_hf_config(config.teacher.policy) if config.teacher.has_own_weights else None
-    if teacher_shape is not None:
-        teacher = architecture_from_hf(*teacher_shape)
+    if config.teacher.has_own_weights:
+        teacher = find_teacher_architecture(config)
         held = _held_elements(_shapes(teacher, None).abstract_params, mesh)
         estimate["teacher"] = sum(held.values()) * _compute_bytes(config)
     if config.sampler.name == "jax":  # vLLM's workers have their own memory

@@ -155,6 +155,33 @@ SECTIONS = {
                 },
             ),
             _figure(
+                "demonstrations",
+                title="Demonstrations in groups",
+                metrics={
+                    "demonstrations/score": "demonstrations",
+                    "demonstrations/sampled_score": "sampled beside them",
+                },
+                note="The second should approach the first.",
+            ),
+            _figure(
+                "demonstration_logprob",
+                title="Demonstrations under the policy",
+                metrics="demonstrations/logprob",
+            ),
+            _figure(
+                "continuations",
+                title="Continued near misses",
+                metrics={
+                    "continuations/score": "continued",
+                    "continuations/source_score": "near misses",
+                },
+            ),
+            _figure(
+                "continuation_share",
+                title="Groups with a continued near miss",
+                metrics="continuations/group_share",
+            ),
+            _figure(
                 "evaluation_f1",
                 title="F1 on held-out questions",
                 metrics="eval/*/f1/*",

@@ -20,10 +20,12 @@ from typing import Any, Literal
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.contrib.worlds.whole_ways import WorldQuestion, whole_ways
 from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, WORDS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import atomic_folder, write_jsonl, write_text
 from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.data.demonstrations import demonstration_row
 from calibadv_jax.data.questions import write_questions
 
 Split = Literal["train", "eval", "cold_start"]
@@ -210,17 +212,6 @@ def summarise(address: str, page: Document) -> tuple[str, str]:
     return page.title, f"the page of {page.title} is {address}."
 
 
-@dataclass(frozen=True)
-class WorldQuestion:
-    """A question with the way to its answer."""
-
-    text: str
-    answer: str
-    searches: tuple[str, ...]  # titles to look up, in order
-    findings: tuple[str, ...]  # results of the look-ups: the bridge, the compared values, years, the answer
-    statements: tuple[str, ...]  # sentences that state them
-
-
 def draw_kinds(config: WorldConfig, count: int, rng: np.random.Generator) -> list[str]:
     """Draw the kinds of `count` questions, keys of `ASKERS`, in the shares of the config."""
     kinds = list(ASKERS)
@@ -333,6 +324,8 @@ class World:
     train: list[Question]
     eval: list[Question]
     pages: dict[str, Document]  # by address
+    # Id of a training question -> the way to its answer.
+    ways: dict[str, WorldQuestion] = field(default_factory=dict, repr=False)
 
 
 def generate_world(config: WorldConfig) -> World:
@@ -367,9 +360,10 @@ def generate_world(config: WorldConfig) -> World:
     ids = {passage.title: [passage.id] for passage in passages}
     for page in pages.values():
         ids[page.title].append(page.id)
-    train_questions = _draw_questions(config, train, config.train_questions, "train", ids, rng)
+    ways: dict[str, WorldQuestion] = {}
+    train_questions = _draw_questions(config, train, config.train_questions, "train", ids, rng, ways)
     eval_questions = _draw_questions(config, held_out, config.eval_questions, "eval", ids, rng)
-    return World(passages, train_questions, eval_questions, pages)
+    return World(passages, train_questions, eval_questions, pages, ways)
 
 
 def _draw_questions(
@@ -379,18 +373,24 @@ def _draw_questions(
     split: str,
     ids: Mapping[str, Sequence[str]],
     rng: np.random.Generator,
+    ways: dict[str, WorldQuestion] | None = None,
 ) -> list[Question]:
-    """Draw the questions of a split; `ids` has the supporting documents by title."""
+    """Draw the questions of a split.
+
+    `ids` has the supporting documents by title; `ways` gets the way to each answer by the question's id.
+    """
     questions = []
     for number, kind in enumerate(draw_kinds(config, count, rng)):
         drawn = ASKERS[kind](facts, rng)
         supporting = tuple(document_id for title in drawn.searches for document_id in ids[title])
+        if ways is not None:
+            ways[f"{split}_{number}"] = drawn
         questions.append(Question(f"{split}_{number}", drawn.text, (drawn.answer,), kind, supporting))
     return questions
 
 
 def write_world(config: WorldConfig) -> Path:
-    """Write corpus (wiki-18 format), pages if any, questions, tokenizer and manifest to `world.dir`.
+    """Write corpus (wiki-18 format), pages, questions, demonstrations, tokenizer, manifest to `world.dir`.
 
     A folder that already holds exactly this world is left unchanged.
 
@@ -415,6 +415,10 @@ def write_world(config: WorldConfig) -> Path:
         write_jsonl(partial / "corpus.jsonl", corpus)
         write_questions(partial / "train.jsonl", world.train)
         write_questions(partial / "eval.jsonl", world.eval)
+        if config.demonstrations:
+            shown = world.train[: config.demonstrations]
+            demonstrations = whole_ways(shown, world.ways, world.passages, config.seed)
+            write_jsonl(partial / "demonstrations.jsonl", map(demonstration_row, demonstrations))
         if config.pages:
             pages = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
             write_jsonl(partial / "pages.jsonl", pages)

@@ -14,8 +14,9 @@ import numpy as np
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds import world as worlds
+from calibadv_jax.contrib.worlds.whole_ways import WorldQuestion
 from calibadv_jax.contrib.worlds.words import AGES, NAMEWORDS, POOLS, YEARS
-from calibadv_jax.contrib.worlds.world import ASKERS, WorldQuestion, draw_kinds
+from calibadv_jax.contrib.worlds.world import ASKERS, draw_kinds
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 

@@ -27,7 +27,14 @@ BLOCK = 128  # Rows are padded to a multiple of it, so that no block of a kernel
 
 
 def is_worth_reading(record: logging.LogRecord) -> bool:
-    """Return False for tokamax's warning, 800 characters at each trace, that a kernel was not tuned."""
+    """Return whether a message of tokamax tells a user something.
+
+    Args:
+        record: a message that is about to be logged.
+
+    Returns:
+        False for the warning that a kernel was not tuned, which has 800 characters and comes at each trace.
+    """
     return not record.msg.startswith(CACHE_MISS)
 
 
@@ -60,7 +67,14 @@ def tokamax_attention(
 
 
 def segment_starts(segment_ids: Array) -> Array:
-    """Return the first column of each column's segment, int32 [B, T], of segment ids int32 [B, T]."""
+    """Return where the segment of each token begins.
+
+    Args:
+        segment_ids: int32 [B, T]; the columns of a segment are contiguous.
+
+    Returns:
+        The first column of each column's segment, int32 [B, T].
+    """
     columns = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     differs_from_previous = segment_ids[:, 1:] != segment_ids[:, :-1]
     is_first = jnp.pad(differs_from_previous, ((0, 0), (1, 0)), constant_values=True)

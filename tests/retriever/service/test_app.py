@@ -24,6 +24,7 @@ from retriever.corpus.pages import Pages
 from retriever.corpus.passages import load_corpus
 from retriever.errors import RequestFailed, RetrieverError, Unavailable
 from retriever.indexes.build import build_index
+from retriever.options import parse
 from retriever.service.app import make_app
 from retriever.service.cache import ResultCache
 from retriever.service.identity import index_identity
@@ -125,6 +126,22 @@ def test_reranker_runs_in_one_thread(towns):
         replies = list(pool.map(lambda _: client.post("/retrieve", json=body), range(12)))
     assert {reply.status_code for reply in replies} == {200}
     assert len(threads) == 1
+
+
+@pytest.mark.parametrize(("more", "depth"), [({}, 3), ({"rerank_topk": 2}, 2)])
+def test_depth_that_a_request_leaves_open_is_the_services(towns, more, depth):
+    """The app's own default is that of the option `--reranking_topk`."""
+    depths = []
+
+    def rerank(queries, hits, k):
+        depths.append(k)
+        return [hits_of_query[:k] for hits_of_query in hits]
+
+    app = make_app(towns, 2, reranker=SimpleNamespace(model="m", rerank=rerank), **more)
+    with TestClient(app) as client:
+        client.post("/retrieve", json={"queries": ["port elton"], "topk_retrieval": 2}).raise_for_status()
+    assert depths == [depth]
+    assert parse(["--corpus_path", "c", "--index_path", "i"]).reranking_topk == 3
 
 
 def test_query_without_hits_gets_empty_list(towns, tmp_path):

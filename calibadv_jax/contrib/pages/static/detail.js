@@ -149,6 +149,7 @@ function trajectory(one, flags, isJudged) {
       make("span", { class: "number" }, term("advantage", signed(one.advantage_raw))),
     ),
     one.error && make("p", { class: "error" }, one.error),
+    one.origin && make("p", { class: "muted" }, term(one.origin === "demonstration" ? "demonstration" : "continued", one.origin)),
     make("p", { class: "answer" }, one.answer === null ? "no answer" : make("span", {}, "answer: ", make("b", {}, one.answer))),
     make("p", { class: "muted" }, facts.flat(), term("policy"), ` ${one.policy_versions.join(", ") || "–"} · ${plain(one.seconds, 1)} s`),
     one.why && make("p", { class: "why" }, one.why),

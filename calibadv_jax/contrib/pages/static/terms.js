@@ -21,6 +21,8 @@ export const TERMS = {
   em: "Exact match: 1 where the answer equals an accepted answer after normalisation.",
   f1: "Overlap of the words of the answer with those of an accepted answer, from 0 to 1.",
   cover_em: "1 where an accepted answer occurs in the answer.",
+  demonstration: "A trajectory from demonstrations.file, which the policy did not sample. Probabilities are the policy's own.",
+  continued: "A trajectory of the second round (continuations): its first turns are those of a near miss, and are trained there.",
   refused: "The action did not take what was asked; the observation says so.",
   cut: "The turn was stopped from outside: length is a token limit, abort an interruption.",
   surprise: "−log probability of a token under the policy that sampled it, in nats.",
