@@ -22,7 +22,7 @@ def run(config: Config) -> None:
     Raises:
         UserError: the folder holds a cold start with other settings.
     """
-    write_world(config.world)
+    write_world(config.world, config.rollout.protocol)
     if (Path(config.sft.output) / "config.json").is_file():
         check_cold_start(config, PLACES)
     else:

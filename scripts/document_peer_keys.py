@@ -97,6 +97,48 @@ FOOTER = """
   `/retrieve`. Running vLLM workers: `sampler.urls` ([vLLM workers](rollouts.md#vllm-workers)).
 - **Runs.** `configs/search_r1.yaml` and `configs/rlinf.yaml` are those projects' runs in the keys of this
   one. What cannot be the same: [differences.md](differences.md).
+
+## Tools and their formats
+
+verl and TRL let the policy call tools [in the format of its chat template](tool_calls.md). That is
+`rollout.protocol=tool_calls` here; the default is tags, as in Search-R1 and SkyRL's search example.
+
+- **verl.** `rollout.multi_turn.format=hermes` is `tool_calls.format=auto`, the format that the template
+  writes; `multi_turn.max_parallel_calls` is `tool_calls.max_calls`. `SearchTool` of `tool_config_path` is
+  `tools: [search]`, with its `retrieval_service_url` (without `/retrieve`) and `topk` in the section
+  `retriever`. A class under `BaseTool` with a `tool_schema` becomes a class under `Action` with
+  `parameters` ([your own action](tools.md#your-own-action)), a tool of the type `mcp` an entry
+  `{mcp: {url: …}}`.
+- **TRL.** `tools=[search]` is `tools: [search]`; a function of your own becomes an action.
+  `chat_template_kwargs` is `prompt.chat_template_kwargs`. Training templates, which keep thoughts, are not
+  needed: what was sampled stays (`tool_calls.history=keep`).
+- **SkyRL.** `environment.env_class=search` with `sampling_params.stop` is the protocol of tags;
+  `skyrl_gym.search.search_url` and `topk` are `retriever.url` and `retriever.topk`; `generator.max_turns=4`
+  is `rollout.max_searches=3` and the answer. For `generator.use_conversation_multi_turn=true` with tools of
+  an environment of your own: `rollout.protocol=tool_calls`, and the tools as actions.
+
+verl's example of a search tool (`search_tool_config.yaml`) becomes:
+
+```yaml
+rollout: {protocol: tool_calls, max_searches: 3, on_invalid: retry}
+tools: [search]
+retriever: {url: "http://127.0.0.1:8000", topk: 3}
+```
+
+A TRL function with several arguments becomes an action with a JSON schema:
+
+```python
+class Weather(calibadv_jax.Action):
+    name, purpose = "weather", "know the weather"
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "day": {"type": "integer"}},
+        "required": ["city"],
+    }
+
+    async def call(self, argument):
+        return calibadv_jax.Reply(text=await forecast(**argument))
+```
 """
 
 

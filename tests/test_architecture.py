@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS: tuple[set[str], ...] = (
     {"core"},
     {"config"},
+    {"protocols"},
     {"advantages", "data", "evaluation", "metrics", "policy", "rewards", "rollout", "services"},
     {"distributed", "learner", "rollout_store", "sampler", "snapshots"},
     {"run"},
@@ -33,7 +34,7 @@ FLOORS: tuple[set[str], ...] = (
     {"contrib"},
 )
 # Most modules of this project that a core command loads; optional parts are loaded when they are used.
-MAX_LOADED_MODULES = 130
+MAX_LOADED_MODULES = 145
 # Everyday words that hide what a name holds; docs/glossary.md has the terms.
 VAGUE_NAMES = {"one", "found", "said", "told", "theirs", "wanted"}
 OPTIONAL = {
@@ -46,8 +47,9 @@ OPTIONAL = {
 CHOSEN = {
     f"calibadv_jax.{name}"
     for name in (
-        *("commands.evaluate", "metrics.trackers", "run.critic_training", "run.tracking"),
-        *("policy.kernels.blockwise", "policy.kernels.splash"),
+        *("commands.evaluate", "commands.tool_demonstration_tokens", "metrics.trackers"),
+        *("run.critic_training", "run.tracking"),
+        *("rollout.tool_protocol", "protocols.formats", "policy.kernels.blockwise", "policy.kernels.splash"),
         *("policy.kernels.triton", "policy.kernels.tokamax_kernels"),
         *("snapshots.peft", "snapshots.publish", "snapshots.mirror"),
         *("sampler.jax_sampler", "sampler.vllm_sampler", "sampler.rollout_workers"),

@@ -45,6 +45,7 @@ ARGUMENTS = {
 }
 # What each command would do by the run's config, and nothing else: its refusal names all of it.
 TOOLS = ["import given_tool:Tool (tools)", "start the program 'touch mark' (tools)", "contact http://far/mcp"]
+TOOLS += ["import given_format:Format (tool_calls.format)"]
 REWARD = ["import given_reward:score (reward.answer)"]
 CREDIT = ["import given_advantage:estimate (advantage.name)", "import given_loss:loss (loss.name)"]
 RETRIEVER = ["the token RETRIEVER_TOKEN (retriever.url)", "from the environment (retriever.url)"]
@@ -132,6 +133,7 @@ def hostile_values(url):
             {"mcp": {"command": "touch mark"}},
             {"mcp": {"url": "http://far/mcp"}},
         ],
+        "tool_calls": {"format": "given_format:Format"},
         "retriever": {"url": url + "/${oc.env:MY_SECRET}", "patience": 0.1},
         "reward": {"answer": "given_reward:score"},
         "advantage": {"name": "given_advantage:estimate"},
@@ -180,7 +182,7 @@ def gift(tmp_path, monkeypatch, server):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("MY_SECRET", SECRET)
     monkeypatch.setenv("RETRIEVER_TOKEN", SECRET)
-    for part in ("tool", "reward", "advantage", "loss"):
+    for part in ("tool", "format", "reward", "advantage", "loss"):
         Path(f"given_{part}.py").write_text("open('mark', 'w').close()\n")
     Path("own").mkdir()
     folder = Path("gift")
@@ -300,7 +302,12 @@ def test_reader_of_printed_groups_may_end_early(gift):
 
 def test_values_of_the_user_are_not_asked_about(gift, capsys):
     """One word for each deed, or a config of the user's own with the same values."""
-    words = ["tools=[search]", "retriever.url=http://127.0.0.1:1", "sampler.name=jax"]
+    words = [
+        "tools=[search]",
+        "tool_calls.format=auto",
+        "retriever.url=http://127.0.0.1:1",
+        "sampler.name=jax",
+    ]
     kept = Path("gift/configs/0.yaml")
     config = load_config(kept, words, trust=Trust("ask", folders={str(kept): Path("gift")}))
     assert config.retriever.url == "http://127.0.0.1:1"

@@ -9,8 +9,8 @@ import pytest
 
 from calibadv_jax.contrib.cli.prepare_data import prepare
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tokens import decode, encode
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.run.model import load_tokenizer
 
 

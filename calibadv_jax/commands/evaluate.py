@@ -38,9 +38,9 @@ from calibadv_jax.evaluation.score_tables import (
 )
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.score import score_trajectory, text_scores
-from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.prompts import drop_overlong
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.run.configured_actions import make_actions
+from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.fingerprints import describe_policy, describe_retriever, judge_hash, tools_hash
 from calibadv_jax.run.model import Model, PolicySource, build_model, find_folder, find_policy
 from calibadv_jax.run.wiring import open_rollouts
@@ -121,7 +121,7 @@ def evaluation_questions(config: Config, tokenizer: Any, sample_size: int = 0) -
     prompted = questions
     if config.evaluate.method == "rag":
         prompted = [with_passages(question, ()) for question in questions]
-    lengths = prompt_lengths(prompted, tokenizer, config.prompt, longest, make_actions(config))
+    lengths = configured_protocol(config, tokenizer).prompt_lengths(prompted, longest)
     return drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.eval")
 
 
@@ -357,8 +357,7 @@ def _with_retrieved_passages(rollouts: Rollouts, questions: Sequence[Question]) 
 
     def fits(question: Question) -> bool:
         """Return whether the prompt of a question with passages fits."""
-        longest = context.rollout.max_prompt_length
-        return not prompt_lengths([question], context.tokenizer, context.prompt, longest, context.actions)
+        return not context.protocol.prompt_lengths([question], context.rollout.max_prompt_length)
 
     passages = _passages(rollouts, questions)
     return [

@@ -15,21 +15,24 @@ from calibadv_jax.config import Config, MeshConfig
 from calibadv_jax.config.kept import newest_start, refuse_other_run
 from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.load import kept_values
+from calibadv_jax.config.sections.data import ANSWER_FORMAT_PLACE, FROM_DATA
+from calibadv_jax.config.sections.rollout import TAGS as PROTOCOL_OF_TAGS
 from calibadv_jax.config.sections.section import Mark
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import read_json
 from calibadv_jax.core.locking import locked_output
+from calibadv_jax.core.user_functions import is_address
 from calibadv_jax.distributed.joining import require_single_process
 from calibadv_jax.evaluation.score_tables import ScoreReport, markdown_table
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Policy
-from calibadv_jax.rollout.prompts import TEMPLATES
+from calibadv_jax.rollout.prompts import ANSWER_FORMATS, TEMPLATES
 from calibadv_jax.run.comparison import differences, is_binding, with_defaults
 from calibadv_jax.run.fingerprints import describe_policy
-from calibadv_jax.run.model import PolicySource, find_policy
+from calibadv_jax.run.model import PolicySource, find_policy, load_tokenizer
 from calibadv_jax.snapshots.checkpoint import restore_params
 from calibadv_jax.snapshots.huggingface import CARD, read_hf_config, save_folder
 from calibadv_jax.snapshots.mirror import fetch_newest
@@ -50,10 +53,7 @@ A search agent, trained with calibadv_jax (arXiv 2604.18235).
 
 ## Use
 
-{loading}Each turn the policy writes `<think>…</think>` and then `<search>…</search>` or another
-action that the prompt names, or `<answer>…</answer>`. Stop at the closing tag. After an action, append
-its result between `<information>` and `</information>` and let the policy go on. The prompt, in the
-tokenizer's chat template if it has one:
+{loading}{usage}
 
 {prompt}
 
@@ -65,6 +65,21 @@ tokenizer's chat template if it has one:
 
 {scores}
 """
+TAG_USAGE = """\
+Each turn the policy writes `<think>…</think>` and then `<search>…</search>` or another
+action that the prompt names, or `<answer>…</answer>`. Stop at the closing tag. After an action, append
+its result between `<information>` and `</information>` and let the policy go on. The prompt, in the
+tokenizer's chat template if it has one:"""
+TOOL_USAGE = """\
+The policy calls tools in the format of the tokenizer's chat template, which lies here unchanged: give the
+tools ({tools}) to `apply_chat_template`, run the calls of each turn, and append their results as messages of
+the role tool. A turn ends at the control token that the template writes behind it; a turn without a call is
+the answer ({answer}). The system message and the user's message:"""
+ANSWER_PLACES = {
+    "whole": "its whole text",
+    "tag": "between `<answer>` and `</answer>`",
+    "box": "inside `\\boxed{}`",
+}
 LOADING_TEXT = """\
 LoRA adapters, trained on the base `{base}` in {dtype}. Load the base with `torch_dtype=torch.{dtype}`, then
 `peft.PeftModel.from_pretrained(base, FOLDER)`: the adapters belong to weights that are rounded so.
@@ -133,7 +148,8 @@ def export(config: Config, adapter: bool = False) -> Path:
     with locked_output(output, f"export.{key}", Console(config.log.progress).warn):
         if adapter and base is not None:
             return save_adapters(params, base.adapters, base.name, output, folder, card)
-        texts = {GENERATION: _generation_config(trained["rollout"], hf_config, folder), CARD: card}
+        ends = _end_of_turn_ids(trained, folder)
+        texts = {GENERATION: _generation_config(trained["rollout"], hf_config, folder, ends), CARD: card}
         shard_bytes = int(config.export.max_shard_gib * 2**30)
         return save_folder(params, hf_config, output, config.export.dtype, folder, shard_bytes, texts)
 
@@ -164,7 +180,25 @@ def training_config(config: Config, source: PolicySource) -> dict[str, Any]:
     return with_defaults(start.config)
 
 
-def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any], folder: Path) -> str:
+def _end_of_turn_ids(trained: Mapping[str, Any], folder: Path) -> list[int]:
+    """Return the tokens that end a turn of tool calls, so that readers stop there; none with tags.
+
+    A format of the user's own is code, which an export does not run: its policy keeps its own tokens.
+    """
+    name = trained["tool_calls"]["format"]
+    if trained["rollout"]["protocol"] == PROTOCOL_OF_TAGS or is_address(name):
+        return []
+    from calibadv_jax.protocols.formats import end_of_turn_ids
+
+    prompt = trained["prompt"]
+    return end_of_turn_ids(
+        load_tokenizer(folder), name, prompt["chat_template_kwargs"], prompt["date_string"]
+    )
+
+
+def _generation_config(
+    rollout: Mapping[str, Any], hf_config: Mapping[str, Any], folder: Path, end_of_turn_ids: list[int]
+) -> str:
     """Return generation_config.json, with which readers sample as in training by default.
 
     The `folder` may have the file of the policy that the training began with. Only its end-of-text, padding
@@ -174,7 +208,7 @@ def _generation_config(rollout: Mapping[str, Any], hf_config: Mapping[str, Any],
     if (folder / GENERATION).is_file():
         initial = read_json(folder / GENERATION)
     tokens = {
-        "eos_token_id": _all_ids(hf_config.get("eos_token_id"), initial.get("eos_token_id")),
+        "eos_token_id": _all_ids(hf_config.get("eos_token_id"), initial.get("eos_token_id"), end_of_turn_ids),
         "bos_token_id": initial.get("bos_token_id", hf_config.get("bos_token_id")),
         "pad_token_id": initial.get("pad_token_id", hf_config.get("pad_token_id")),
     }
@@ -221,8 +255,7 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
     if adapter:
         base = front.get("base_model", Path(trained["policy"]["path"]).name)
         loading = LOADING_TEXT.format(base=base, dtype=trained["policy"]["lora"]["base_dtype"])
-    template = trained["prompt"]["template"]
-    prompt = TEMPLATES.get(template, template)
+    usage, prompt = _usage(trained)
     settings = _changed_settings(config, trained)
     settings_text = ""
     if settings:
@@ -231,11 +264,28 @@ def model_card(config: Config, source: PolicySource, trained: Mapping[str, Any],
         front="\n".join(f"{name}: {json.dumps(value)}" for name, value in front.items()),
         title=source.model_folder.parent.name,  # name of the run's folder
         loading=loading,
+        usage=usage,
         prompt="\n".join(f"    {line}" for line in prompt.splitlines()),
         facts=_table(_training_facts(trained, policy["step"])),
         settings=settings_text,
         scores=_scores(config, policy).rstrip(),
     )
+
+
+def _usage(trained: Mapping[str, Any]) -> tuple[str, str]:
+    """Return how the policy acts, and its prompt."""
+    prompt = trained["prompt"]
+    if trained["rollout"]["protocol"] == PROTOCOL_OF_TAGS:
+        return TAG_USAGE, TEMPLATES.get(prompt["template"], prompt["template"])
+    place = trained["reward"]["answer_from"]
+    answer = ANSWER_PLACES.get(place, ANSWER_PLACES["whole"])
+    tools = ", ".join(f"`{tool['name'] or 'those of an MCP server'}`" for tool in trained["tools"])
+    usage = TOOL_USAGE.format(tools=tools, answer=answer)
+    if prompt["template"] == FROM_DATA:
+        return usage, "the messages of the data"
+    answer_format = ANSWER_FORMATS.get(place, ANSWER_FORMATS["whole"])
+    system = prompt["system"].replace(ANSWER_FORMAT_PLACE, answer_format)
+    return usage, "\n".join(text for text in (system, prompt["user"]) if text)
 
 
 def _front_matter(trained: Mapping[str, Any], adapter: bool) -> dict[str, Any]:

@@ -18,19 +18,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from calibadv_jax.commands.demonstration_encoder import make_encoder
+from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder
 from calibadv_jax.config import Config, SftPhase, dump_config
 from calibadv_jax.config.kept import COLD_START, refuse_other_run
 from calibadv_jax.config.load import kept_values
 from calibadv_jax.core import hub
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_json, write_text
-from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.locking import locked_output, locked_run
-from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.signals import Stop
-from calibadv_jax.core.tags import parse_turn, text_after_opening
 from calibadv_jax.core.user_functions import load_optional
-from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations, split_held_out
+from calibadv_jax.data.demonstrations import Demonstration, load_demonstrations, split_held_out
 from calibadv_jax.distributed.joining import require_single_process
 from calibadv_jax.learner.batching import Batch, RowShape, Sample, pack, plan, token_weights
 from calibadv_jax.learner.learner import Learner, LearnerOptions, State
@@ -42,11 +41,9 @@ from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.metrics.trackers import open_backends
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
-from calibadv_jax.rollout.prompts import drop_overlong, open_prompt, prompt_lengths
+from calibadv_jax.rollout.actions import grammar_of
+from calibadv_jax.rollout.prompts import drop_overlong
 from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differences, with_defaults
-from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
 from calibadv_jax.run.tracking import COLD_START_KIND, describe_run
@@ -262,7 +259,7 @@ def count_updates(
             f"sft.phases: epochs={phase.epochs}, but sft.demonstrations=world writes new demonstrations all"
             " the time: give steps"
         )
-    encoder = DemonstrationEncoder(config, tokenizer)
+    encoder = make_encoder(config, tokenizer)
     samples = [encoder.encode(demonstration, phase.loss_on) for demonstration in demonstrations]
     drawn = (samples[index] for index in _order(len(demonstrations), phase.epochs, seed))
     return sum(1 for _ in _fill_rows(drawn, config.sft.rows, config.sft_row_length))
@@ -307,12 +304,12 @@ def _own_demonstrations(
                 " all the time: sft/loss is a held-out loss already; set it to 0"
             )
         return [], None
-    actions = make_actions(config)
-    demonstrations = load_demonstrations(Path(sft.demonstrations), grammar_of(actions))
-    demonstrations = _drop_long_prompts(config, demonstrations, tokenizer, actions, warn)
-    demonstrations = _drop_long_demonstrations(config, demonstrations, tokenizer, warn)
+    encoder = make_encoder(config, tokenizer)
+    grammar = grammar_of(encoder.protocol.settings.actions)
+    demonstrations = load_demonstrations(Path(sft.demonstrations), grammar, encoder.message_reader)
+    demonstrations = _drop_long_prompts(config, demonstrations, encoder, warn)
+    demonstrations = _drop_long_demonstrations(config, demonstrations, encoder, warn)
     training, held_out = split_held_out(demonstrations, sft.held_out, config.run.seed)
-    encoder = DemonstrationEncoder(config, tokenizer)
     samples = [encoder.encode(demonstration, "sampled") for demonstration in held_out]
     if not samples:
         return training, None
@@ -322,14 +319,13 @@ def _own_demonstrations(
 def _drop_long_prompts(
     config: Config,
     demonstrations: list[Demonstration],
-    tokenizer: Any,
-    actions: tuple[Action, ...],
+    encoder: DemonstrationEncoder,
     warn: Callable[[str], object],
 ) -> list[Demonstration]:
     """Leave out demonstrations whose prompts are too long, or refuse them (data.overlong_prompts)."""
     longest = config.rollout.max_prompt_length
     questions = [demonstration.question for demonstration in demonstrations]
-    overlong = prompt_lengths(questions, tokenizer, config.prompt, longest, actions)
+    overlong = encoder.protocol.prompt_lengths(questions, longest)
     rule = config.data.overlong_prompts
     _, warning = drop_overlong(questions, overlong, longest, rule, "sft.demonstrations")
     if warning:
@@ -338,14 +334,16 @@ def _drop_long_prompts(
 
 
 def _drop_long_demonstrations(
-    config: Config, demonstrations: list[Demonstration], tokenizer: Any, warn: Callable[[str], object]
+    config: Config,
+    demonstrations: list[Demonstration],
+    encoder: DemonstrationEncoder,
+    warn: Callable[[str], object],
 ) -> list[Demonstration]:
     """Leave out demonstrations that exceed a row, or refuse them (data.overlong_prompts)."""
     pack_length = config.sft_row_length
-    encoder = DemonstrationEncoder(config, tokenizer)
     overlong = {}
     for place, demonstration in enumerate(demonstrations):
-        length = len(encoder.encode(demonstration, "sampled").tokens)
+        length = encoder.length(demonstration)
         if length > pack_length:
             overlong[place] = length
     questions = [demonstration.question for demonstration in demonstrations]
@@ -392,12 +390,12 @@ def _drawn_samples(
 ) -> Iterator[Sample]:
     """Yield the samples of a phase in the order of their training; UserError if one exceeds a row."""
     longest = config.sft_row_length
+    encoder = make_encoder(config, tokenizer)
     drawn: Iterable[Demonstration]
     if config.sft.demonstrations == "world":
         drawn = load_optional("worlds.world_demonstrations").GENERATORS[phase.kind](seed, config.world)
     else:
         drawn = (demonstrations[index] for index in _order(len(demonstrations), phase.epochs, seed))
-    encoder = DemonstrationEncoder(config, tokenizer)
     for demonstration in drawn:
         sample = encoder.encode(demonstration, phase.loss_on)
         if len(sample.tokens) > longest:
@@ -442,116 +440,18 @@ def _order(count: int, epochs: int | None, seed: int) -> Iterator[int]:
         yield from rng.permutation(count)
 
 
-class DemonstrationEncoder:
-    """Writes demonstrations in the tokens of the agent loop.
-
-    Args:
-        config: The config; its actions and its prompt decide the text around the turns.
-        tokenizer: The policy's tokenizer.
-    """
-
-    def __init__(self, config: Config, tokenizer: Any):
-        self.config = config
-        self.tokenizer = tokenizer
-        self.actions = make_actions(config)
-        self.neutraliser = make_neutraliser(tokenizer, self.actions)
-        longest = config.rollout.max_observation_length
-        self.observations = Observations(tokenizer, longest, config.prompt.opening)
-        self.by_name: dict[str, Action] = {}
-        for action in self.actions or (SearchAction(),):
-            self.by_name[action.name] = action
-
-    def encode(self, demonstration: Demonstration, loss_on: str) -> Sample:
-        """Return a demonstration in the tokens of the agent loop, whether or not they fit in a row.
-
-        Args:
-            demonstration: The question and the turns.
-            loss_on: "sampled": the mask is True at the tokens of trained turns. "all": at every token but the
-                first.
-
-        Returns:
-            Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
-
-        Raises:
-            UserError: As `open_prompt`, or rollout.max_observation_length is too small for the tags.
-        """
-        prompt, opening = open_prompt(
-            demonstration.question,
-            self.tokenizer,
-            self.config.prompt,
-            self.config.rollout.max_prompt_length,
-            self.actions,
-            self.neutraliser,
-        )
-        segments = [prompt]
-        is_trained = [False]
-        for number, turn in enumerate(demonstration.turns, 1):
-            text = text_after_opening(opening if number == 1 else self.observations.opening, turn.text)
-            segments.append(np.asarray(encode(self.tokenizer, text), np.int32))
-            is_trained.append(turn.trained)
-            action = self.by_name.get(parse_turn(turn.text, "eos", self.neutraliser.grammar).kind)
-            goes_on = action is not None and number < len(demonstration.turns)
-            if goes_on or turn.documents or turn.observation:
-                body = _observation_body(turn, action, self.neutraliser)
-                observations = self.observations.for_action(action or SearchAction())
-                observation, *_ = observations.information(body)
-                segments.append(observation)
-                is_trained.append(False)
-        tokens = np.concatenate(segments).astype(np.int32)
-        mask = np.concatenate(
-            [
-                np.full(len(segment), trained or loss_on == "all")
-                for segment, trained in zip(segments, is_trained, strict=True)
-            ]
-        )
-        mask[0] = False  # nothing precedes the first token
-        zeros = np.zeros(len(tokens), np.float32)
-        return Sample(tokens, mask, zeros, zeros)
-
-
 def encode_demonstration(
     demonstration: Demonstration, config: Config, tokenizer: Any, loss_on: str
 ) -> Sample:
-    """Return a single demonstration in the tokens of the agent loop, as `DemonstrationEncoder.encode`.
+    """Return a demonstration in the tokens of the agent loop, see `DemonstrationEncoder.encode`.
 
     Args:
         demonstration: The question and the turns.
-        config: The config; its actions and its prompt decide the text around the turns.
+        config: The config; its protocol, actions and prompt decide the text around the turns.
         tokenizer: The policy's tokenizer.
         loss_on: "sampled" or "all".
-
-    Returns:
-        Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
-
-    Raises:
-        UserError: As `DemonstrationEncoder.encode`.
     """
-    return DemonstrationEncoder(config, tokenizer).encode(demonstration, loss_on)
-
-
-def _observation_body(turn: DemoTurn, action: Action | None, neutraliser: Neutraliser) -> str:
-    """Return the text of a turn's observation, rendered by a built-in action: no user code runs here."""
-    observation = neutraliser.neutralise_observation(turn.observation)
-    documents = neutraliser.neutralise_documents(turn.documents)
-    renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()
-    return renderer.render(Reply(tuple(documents), observation))
-
-
-def demonstration_length(demonstration: Demonstration, config: Config, tokenizer: Any) -> int:
-    """Return the number of tokens of a demonstration, prompt and observations included.
-
-    Args:
-        demonstration: The question and the turns.
-        config: The config; its actions and its prompt decide the text around the turns.
-        tokenizer: The policy's tokenizer.
-
-    Returns:
-        The number of tokens, T of `encode_demonstration`.
-
-    Raises:
-        UserError: As `encode_demonstration`.
-    """
-    return len(encode_demonstration(demonstration, config, tokenizer, "sampled").tokens)
+    return make_encoder(config, tokenizer).encode(demonstration, loss_on)
 
 
 class ColdStart:

@@ -34,12 +34,12 @@ from calibadv_jax.metrics.summary import report_metrics, trajectory_metrics
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout.prompts import drop_overlong, prompt_lengths
+from calibadv_jax.rollout.prompts import drop_overlong
 from calibadv_jax.rollout.runner import GroupParts, Rollouts
 from calibadv_jax.rollout_store.trajectory_table import COLUMNS, trajectory_table
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.choices import describe_choices
-from calibadv_jax.run.configured_actions import make_actions
+from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.fingerprints import check_processes_agree
 from calibadv_jax.run.folder import check_service, enter_run_folder
 from calibadv_jax.run.model import Model, build_model, check_start
@@ -213,7 +213,10 @@ def _fitting_questions(
     Warn of the prompts that do not fit, and of those of the validation questions if the run has any.
     """
     longest = config.rollout.max_prompt_length
-    lengths = prompt_lengths(questions, model.tokenizer, config.prompt, longest, make_actions(config))
+    protocol = configured_protocol(config, model.tokenizer)
+    for line in protocol.describe():
+        console.say(line)
+    lengths = protocol.prompt_lengths(questions, longest)
     fitting, warning = drop_overlong(questions, lengths, longest, config.data.overlong_prompts, "data.train")
     warnings = [warning]
     if config.evaluate.every:

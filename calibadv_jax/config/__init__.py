@@ -22,6 +22,7 @@ from calibadv_jax.config.sections.rollout import (
     McpConfig,
     RolloutConfig,
     SamplerConfig,
+    ToolCallsConfig,
     ToolConfig,
 )
 from calibadv_jax.config.sections.run import (

@@ -10,16 +10,24 @@ from pydantic import field_validator
 from pydantic.dataclasses import dataclass
 
 from calibadv_jax.config.sections.credit import AdvantageConfig, RewardConfig
-from calibadv_jax.config.sections.data import DataConfig, PromptConfig, WorldConfig
+from calibadv_jax.config.sections.data import (
+    DEFAULT_TEMPLATE,
+    FROM_DATA,
+    DataConfig,
+    PromptConfig,
+    WorldConfig,
+)
 from calibadv_jax.config.sections.learner import CriticConfig, LearnerConfig, LossConfig, SftConfig
 from calibadv_jax.config.sections.policy import DistributedConfig, MeshConfig, PolicyConfig
 from calibadv_jax.config.sections.retriever import RetrieverConfig
 from calibadv_jax.config.sections.rollout import (
     RETRIEVER_ACTIONS,
+    TAGS,
     ContinuationsConfig,
     DemonstrationsConfig,
     RolloutConfig,
     SamplerConfig,
+    ToolCallsConfig,
     ToolConfig,
 )
 from calibadv_jax.config.sections.run import (
@@ -61,6 +69,7 @@ class Config(Section):
     )
     """Actions that the policy may take before it answers (docs/tools.md). An entry may be a name alone, as in
     [search, access]."""
+    tool_calls: Annotated[ToolCallsConfig, Mark.COLD_START] = ToolCallsConfig()
     retriever: Annotated[RetrieverConfig, Mark.UNLEARNED] = RetrieverConfig()
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     continuations: ContinuationsConfig = ContinuationsConfig()
@@ -103,6 +112,13 @@ class Config(Section):
         is_teacher = self.teacher.policy == INITIAL
         return self.loss.kl_coef > 0 or is_teacher or INITIAL in self.advantage.probed
 
+    @property
+    def answer_from(self) -> str:
+        """Where the answer stands: "tag", "whole" or "box"."""
+        if self.reward.answer_from != "auto":
+            return self.reward.answer_from
+        return "tag" if self.rollout.protocol == TAGS else "whole"
+
     @field_validator("tools", mode="before")
     @classmethod
     def _tools_may_be_names(cls, value: Any) -> Any:
@@ -112,6 +128,7 @@ class Config(Section):
 
     def _faults(self) -> Iterator[str]:
         yield from self._tool_faults()
+        yield from self._protocol_faults()
         yield from self._length_faults()
         yield from self._rollback_faults()
         yield from self._staleness_faults()
@@ -126,6 +143,41 @@ class Config(Section):
             yield (
                 f"tools is {names}: name each action once, and at least one "
                 "(for none: rollout.max_searches=0)"
+            )
+
+    def _protocol_faults(self) -> Iterator[str]:
+        answer_from = self.reward.answer_from
+        if self.rollout.protocol == TAGS:
+            if answer_from not in ("auto", "tag"):
+                yield (
+                    f"reward.answer_from is {answer_from}, but with rollout.protocol=tags the answer stands "
+                    "inside <answer>: set it to tag"
+                )
+            return
+        prompt = self.prompt
+        if prompt.template not in (DEFAULT_TEMPLATE, FROM_DATA):
+            yield (
+                f"prompt.template is {prompt.template!r}, which explains the tags; with "
+                "rollout.protocol=tool_calls set prompt.system and prompt.user, or prompt.template=from_data"
+            )
+        if self.demonstrations.is_on:
+            yield (
+                "demonstrations.file is set, but with rollout.protocol=tool_calls groups cannot hold "
+                "demonstrations yet: leave it out, or set rollout.protocol=tags"
+            )
+        if prompt.prepend_think:
+            yield (
+                "prompt.prepend_think is on, but with rollout.protocol=tool_calls the chat template begins "
+                "the turns: switch it off"
+            )
+        if prompt.chat == "off":
+            yield (
+                "prompt.chat is off, but rollout.protocol=tool_calls needs the chat template: set it to auto"
+            )
+        if self.demonstrations.is_on:
+            yield (
+                "demonstrations.file is set, but groups hold demonstrations with rollout.protocol=tags only: "
+                "leave it out, or begin with a cold start on them (sft.demonstrations)"
             )
 
     def _length_faults(self) -> Iterator[str]:

@@ -75,7 +75,7 @@ class Uses:
 
 # Weights come from the folder of the policy that is asked.
 _ASK = Uses(
-    ("policy", "mesh", "prompt", "rollout", "sampler", "tools", "retriever", "checkpoint"),
+    ("policy", "mesh", "prompt", "rollout", "sampler", "tools", "tool_calls", "retriever", "checkpoint"),
     ("policy.path", "policy.lora.init_from"),
 )
 _REPLAY = Uses(("reward", "advantage", "loss", "learner"), ("reward.judge",))
@@ -86,14 +86,14 @@ USES = {
     "replay": _REPLAY,
     "audit": _REPLAY,
     "evaluate": Uses(
-        ("run", "policy", "mesh", "data", "prompt", "rollout", "sampler", "tools", "retriever", "reward")
-        + ("evaluate", "checkpoint"),
+        ("run", "policy", "mesh", "data", "prompt", "rollout", "sampler", "tools", "tool_calls", "retriever")
+        + ("reward", "evaluate", "checkpoint"),
         ("data.train", "policy.lora.init_from"),
     ),
     "export": Uses(("run", "export")),
     "coverage": Uses(("run", "data", "retriever")),
     "demonstrate": Uses(
-        ("run", "policy", "data", "prompt", "rollout", "tools", "retriever", "sft"),
+        ("run", "policy", "data", "prompt", "rollout", "tools", "tool_calls", "retriever", "sft"),
         writes=("sft.demonstrations",),
     ),
     "plan": Uses(
@@ -242,6 +242,7 @@ def _imports(config: Config) -> Iterator[Deed]:
         ("advantage.name", config.advantage.name),
         ("advantage.base", config.advantage.base),
         ("loss.name", config.loss.name),
+        ("tool_calls.format", config.tool_calls.format),
     ):
         if is_address(name):
             yield Deed(key, f"import {name}")

@@ -17,10 +17,11 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import content_hash
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.tags import parse_turn, text_after_opening, text_with_opening
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, load_demonstrations
 from calibadv_jax.rollout.actions import AccessAction, SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
+from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import drop_overlong, open_prompt
 from calibadv_jax.run.configured_actions import make_actions
 

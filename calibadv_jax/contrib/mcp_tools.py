@@ -32,6 +32,7 @@ TOKEN_VARIABLE = "MCP_TOKEN"  # Environment variable with the bearer token of se
 START_PATIENCE = 30.0  # Seconds for which the start of a run waits for a server, at most.
 CLOSING_SECONDS = 10.0  # Seconds that a connection may take to end.
 LONGEST_PURPOSE = 300  # Characters of a tool's own description that stand in the prompt.
+LONGEST_DESCRIPTION = 2000  # The same where the tool stands in a chat template.
 MOST_BRACKETS = 100  # Brackets in the body of an action, at most.
 INVALID_PARAMS = -32602  # Error code of JSON-RPC: the arguments do not fit.
 CONNECTION_CLOSED = -32000  # Error code of the package: the connection has ended.
@@ -379,6 +380,8 @@ class McpAction(Action):
         self.max_length = max_length
         required = set(schema.get("required") or [])
         self.may_be_empty = not required & set(types)
+        self.description = (tool.description or "").strip()[:LONGEST_DESCRIPTION]
+        self.parameters = {"type": "object", **schema}
 
     def parse(self, body: str) -> dict[str, Any]:
         """Return the arguments of the tool.

@@ -7,7 +7,7 @@ are separate segments of the packed rows, so that none sees another. Equal sampl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,16 @@ from calibadv_jax.advantages.credit import sampled_turns
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.neutraliser import Neutraliser
-from calibadv_jax.core.tags import OPEN_THINK, text_after_opening
-from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.tokens import encode
+from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.policy.transformer import Params
-from calibadv_jax.rollout.observation import encode
+from calibadv_jax.rollout.tag_protocol import begin_answer_in_tags
 
+BeginAnswer = Callable[[str], tuple[str, str]]
 PROBE_TOKENS = 64  # Largest number of tokens that follow a turn; a longer golden answer is cut.
-ANSWER_BEGINNING = f"{OPEN_THINK}</think>\n<answer>"  # The text before the golden answer.
 
 
 def with_golden_logprobs(
@@ -35,6 +35,7 @@ def with_golden_logprobs(
     groups: Sequence[Group],
     config: LearnerConfig,
     tokenizer: Any,
+    begin_answer: BeginAnswer = begin_answer_in_tags,
 ) -> tuple[list[Group], dict[str, float]]:
     """Compute the golden answer's log-probability before each turn.
 
@@ -47,6 +48,7 @@ def with_golden_logprobs(
         groups: the groups of the step.
         config: the section `learner`. If the samples do not fit `pack_length`, rows are PROBE_TOKENS longer.
         tokenizer: a tokenizer of transformers.
+        begin_answer: what stands before an answer, see `TurnProtocol.begin_answer`.
 
     Returns:
         Copies of the groups whose turns, up to the last sampled one, have `golden_logprobs` under each
@@ -65,7 +67,7 @@ def with_golden_logprobs(
     for group in groups:
         trajectories = []
         for trajectory, turn_samples in zip(
-            group.trajectories, _group_samples(group, tokenizer), strict=True
+            group.trajectories, _group_samples(group, tokenizer, begin_answer), strict=True
         ):
             turns = list(trajectory.turns)
             keys = []
@@ -99,18 +101,20 @@ def _mean_probability(logprobs: Sequence[float]) -> float:
     return float(np.mean([np.exp(logprob) for logprob in logprobs]))
 
 
-def _group_samples(group: Group, tokenizer: Any) -> list[list[Sample]]:
+def _group_samples(group: Group, tokenizer: Any, begin_answer: BeginAnswer) -> list[list[Sample]]:
     """Return for each trajectory of a group the samples of its turns up to the last sampled one."""
     if not group.trajectories:
         return []
-    # The same for all trajectories of the group. Turns after the second continue as the second does.
-    first_continuation = _continuation(group.trajectories[0], 0, tokenizer)
-    later_continuation = _continuation(group.trajectories[0], 1, tokenizer)
+    question = group.question
+    continuations: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # by the opening of the turn
     samples = []
     for trajectory in group.trajectories:
         turn_samples = []
         for number, prefix in enumerate(prefixes(trajectory)):
-            beginning, answer = later_continuation if number else first_continuation
+            opening = trajectory.opening_of(number)
+            if opening not in continuations:
+                continuations[opening] = _continuation(question, begin_answer(opening), tokenizer)
+            beginning, answer = continuations[opening]
             tokens = np.concatenate([prefix, beginning, answer])
             turn_samples.append(_sample(tokens, len(answer), len(trajectory.prompt_ids)))
         samples.append(turn_samples)
@@ -136,13 +140,15 @@ def prefixes(trajectory: Trajectory) -> list[np.ndarray]:
     return token_prefixes
 
 
-def _continuation(trajectory: Trajectory, number: int, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+def _continuation(
+    question: Question, beginning_and_space: tuple[str, str], tokenizer: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the beginning of an answer in a turn, and the first golden answer that has tokens; int32."""
-    question = trajectory.question
-    beginning = encode(tokenizer, text_after_opening(trajectory.opening_of(number), ANSWER_BEGINNING))
+    text, space = beginning_and_space
+    beginning = encode(tokenizer, text)
     max_answer_length = max(1, PROBE_TOKENS - len(beginning))
     for golden in question.golden_answers:
-        answer = encode(tokenizer, f" {Neutraliser().neutralise(golden)}")[:max_answer_length]
+        answer = encode(tokenizer, space + Neutraliser().neutralise(golden))[:max_answer_length]
         if answer:
             return np.asarray(beginning, np.int32), np.asarray(answer, np.int32)
     raise UserError(

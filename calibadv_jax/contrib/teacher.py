@@ -18,6 +18,7 @@ from calibadv_jax.config import Config, LoraConfig
 from calibadv_jax.contrib.support_search import read_passages
 from calibadv_jax.contrib.teacher_server import TeacherServer
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from calibadv_jax.learner.batching import Arrays, Sample
@@ -26,9 +27,8 @@ from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.step import sample_logprobs
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.transformer import Params, Policy
-from calibadv_jax.rollout.observation import encode, make_neutraliser
-from calibadv_jax.rollout.prompts import write_prompt
-from calibadv_jax.run.configured_actions import make_actions
+from calibadv_jax.rollout.prompts import shown_question
+from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.snapshots.huggingface import check_weights, load_params
 
@@ -192,8 +192,9 @@ class TeacherPrompts:
     def __init__(self, config: Config, tokenizer: Any, questions: Sequence[Question]):
         self.config = config
         self.tokenizer = tokenizer
-        self.actions = make_actions(config)
-        self.neutraliser = make_neutraliser(tokenizer, self.actions)
+        # The question mark belongs to the question, not to the hint, and is added before the hint.
+        without_mark = replace(config, prompt=replace(config.prompt, question_mark=False))
+        self.protocol = configured_protocol(without_mark, tokenizer)
         self.titles: dict[str, str] = {}  # by id of the passage
         if config.teacher.needs_titles:
             self.titles = _read_titles(config, questions)
@@ -227,14 +228,8 @@ class TeacherPrompts:
 
     def _write(self, question: Question, hint: str) -> np.ndarray:
         """Return the prompt of a question with a hint, int32 [P]; both are neutralised."""
-        text = question.text
-        settings = self.config.prompt
-        if settings.question_mark:
-            # The mark belongs to the question, not to the hint.
-            text = text.strip().removesuffix("?") + "?"
-            settings = replace(settings, question_mark=False)
-        hinted = replace(question, text=text + hint)
-        prompt, _ = write_prompt(hinted, self.tokenizer, settings, self.neutraliser, self.actions)
+        text = shown_question(question, self.config.prompt)
+        prompt, _ = self.protocol.write_prompt(replace(question, text=text + hint))
         return np.asarray(encode(self.tokenizer, prompt), np.int32)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from calibadv_jax.core.tags import format_documents
+from calibadv_jax.core.tags import format_documents, well_formed, well_formed_json
+from calibadv_jax.core.tool_calls import ToolSchema, schema_fault
 from calibadv_jax.core.trajectory import Document, StopReason, Trajectory
+
+# Brackets in the JSON of an action's body, at most: parsing deeper nesting needs a deep stack.
+MOST_BRACKETS = 100
+# Name of an action's only argument where its description is no name.
+ONLY_ARGUMENT = "input"
 
 
 @dataclass(frozen=True)
@@ -135,17 +142,21 @@ class Reply:
 
 
 class Action(ABC):
-    """An action of the policy: it writes ``<name> body </name>`` and reads the reply.
+    """An action of the policy: it writes ``<name> body </name>``, or a tool call, and reads the reply.
 
     The agent loop takes the body from the policy's turn, calls `parse` and `call`, neutralises the reply,
     calls `render`, and appends the result to the trajectory as an observation. An observation that is too
-    long loses its end. See examples/own_tool.py.
+    long loses its end. With `rollout.protocol` "tool_calls" it takes the arguments of the call, and calls
+    `parse_arguments` in place of `parse`. See examples/own_tool.py.
 
     Attributes:
         name: Name of the action's tag: letters, digits and underscores, a letter first.
         purpose: Completes the sentence "If I want to …", in the prompt and in the notice after an invalid
             turn.
         argument: Describes the body, in the same places.
+        description: Describes the action among the tools of a chat template; empty: made of `purpose`.
+        parameters: Arguments of the action as a JSON schema of the type "object", for actions with several
+            arguments; `call` then gets a dictionary. None: one text, named after `argument`.
         may_be_empty: Whether a turn with an empty body is valid.
         max_length: Largest number of tokens of an observation; 0: rollout.max_observation_length.
         keeps_documents_whole: Whether the record keeps the documents in full, even if the observation was
@@ -155,6 +166,8 @@ class Action(ABC):
     name: str
     purpose: str
     argument: str = "text"
+    description: str = ""
+    parameters: dict[str, Any] | None = None
     may_be_empty: bool = False
     max_length: int = 0
     keeps_documents_whole: bool = False
@@ -166,12 +179,58 @@ class Action(ABC):
             body: Text between the action's tags, stripped.
 
         Returns:
-            Any value that `call` takes; by default the body itself.
+            Any value that `call` takes; by default the body itself, or with `parameters` the JSON object in
+            it.
 
         Raises:
             ValueError: The body is refused; the policy reads the message, and the trajectory goes on.
         """
-        return body
+        if self.parameters is None:
+            return body
+        value = parse_object(body)
+        if value is None:
+            names = ", ".join(f'"{name}"' for name in self.schema().parameters.get("properties", {}))
+            raise ValueError(f"write a JSON object with {names or 'the arguments'}")
+        fault = schema_fault(value, self.schema())
+        if fault:
+            raise ValueError(fault)
+        return value
+
+    def parse_arguments(self, arguments: dict[str, Any]) -> Any:
+        """Return the argument of `call`, for a tool call.
+
+        Args:
+            arguments: Arguments of the call, which fit `schema`.
+
+        Returns:
+            By default the arguments themselves if the action has `parameters`, else what `parse` returns for
+            the only argument.
+
+        Raises:
+            ValueError: The arguments are refused; the policy reads the message, and the trajectory goes on.
+        """
+        if self.parameters is not None:
+            return arguments
+        return self.parse(str(arguments.get(self._only_argument, "")).strip())
+
+    def schema(self) -> ToolSchema:
+        """Return the action as a tool of a chat template; the texts are not neutralised."""
+        description = self.description or f"Use this to {self.purpose}."
+        if self.parameters is not None:
+            return ToolSchema(self.name, description, self.parameters)
+        name = self._only_argument
+        parameters = {
+            "type": "object",
+            "properties": {name: {"type": "string", "description": self.argument}},
+            "required": [] if self.may_be_empty else [name],
+        }
+        return ToolSchema(self.name, description, parameters)
+
+    @property
+    def _only_argument(self) -> str:
+        """Name of the only argument of an action without `parameters`."""
+        is_name = self.argument.isascii() and self.argument.isidentifier()
+        return self.argument if is_name else ONLY_ARGUMENT
 
     @abstractmethod
     async def call(self, argument: Any) -> Reply:
@@ -209,6 +268,21 @@ class Action(ABC):
     async def close(self) -> None:
         """Close the connections of the running event loop."""
         return
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text of the policy is, or None.
+
+    Args:
+        text: Any text. Deep nesting is refused; lone surrogates become U+FFFD.
+    """
+    if text.count("{") + text.count("[") > MOST_BRACKETS:
+        return None
+    try:
+        value = json.loads(well_formed_json(well_formed(text).encode()).decode())
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 class Judge(Closable, Protocol):

@@ -66,12 +66,23 @@ class Grammar:
 
     @cached_property
     def tag_like(self) -> re.Pattern[str]:
-        """Pattern of text that a reader, or a tokenizer that ignores case and space, could take for a tag.
+        """Pattern of text that a reader, or a tokenizer that ignores case and space, could take for a tag."""
+        return tag_pattern(self.tag_names)
 
-        Its quantifiers are possessive, so that hostile text costs linear time.
-        """
-        names = "|".join(self.tag_names)
-        return re.compile(rf"<(\s*+/?+\s*+(?:{names})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
+
+def tag_pattern(names: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of text that could be taken for a tag, whatever its case, space and attributes.
+
+    Its quantifiers are possessive, so that hostile text costs linear time.
+
+    Args:
+        names: Names of the tags.
+
+    Returns:
+        A pattern whose groups are the name with its slash, and the attributes if the tag is closed.
+    """
+    alternatives = "|".join(names)
+    return re.compile(rf"<(\s*+/?+\s*+(?:{alternatives})\b)(?:([^<>]*+)>)?", re.IGNORECASE)
 
 
 # The grammar of a policy whose only action is the search.

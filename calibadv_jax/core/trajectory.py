@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from calibadv_jax.core.tool_calls import ToolCall
+
 # Names of the actions that are on by default.
 DEFAULT_ACTIONS = ("search",)
 # Kinds of turns without an action.
@@ -82,10 +84,11 @@ class Turn:
         logprobs: float32 [N], their log-probabilities under the sampler's policy, in nats.
         text: The decoded sampled tokens, without the end-of-text token.
         think: Text of the thought.
-        query: Body of the action; empty for turns without one.
+        query: Body of the action, or its tool calls as text; empty for turns without one.
         answer: Text of the answer; empty for turns of another kind.
-        documents: Documents in the order in which the policy read them; empty unless an action was executed.
-        is_refused: Whether the action refused its body; the observation then says so.
+        documents: Documents of all calls in the order in which the policy read them; empty unless an action
+            was executed.
+        is_refused: Whether the action, or every call of the turn, was refused; the observation then says so.
         observation_ids: int32 [M], the tokens of the observation.
         observation_text: Text of the observation.
         stop_reason: Why sampling ended.
@@ -95,6 +98,8 @@ class Turn:
         values: float32 [N], the critic's value before each sampled token; None: there is no critic.
         teacher_logprobs: float32 [N], log-probabilities of the sampled tokens under the teacher, in nats;
             None: there is no teacher, or it was not asked.
+        calls: Tool calls of the turn, in order; empty with the protocol "tags".
+        flaw: Why a turn of the protocol "tool_calls" is no valid turn; "" if it is.
         is_context: Whether the turn is only read here, and not trained: it was sampled in another trajectory
             of the group that this one continues, or a demonstration gives it no loss.
     """
@@ -115,12 +120,26 @@ class Turn:
     golden_logprobs: dict[str, float] = field(default_factory=dict)
     values: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    calls: tuple[ToolCall, ...] = ()
+    flaw: str = ""
     is_context: bool = False
 
     @property
     def is_action(self) -> bool:
         """Whether the turn has an action."""
         return self.kind not in NO_ACTIONS
+
+    @property
+    def is_closed_thought(self) -> bool:
+        """Whether the turn is a thought that the environment closed; the next turn goes on after it."""
+        return self.kind == "unfinished" and len(self.observation_ids) > 0
+
+    @property
+    def num_searches(self) -> int:
+        """Number of searches that the turn makes: with tool calls it may be several."""
+        if self.calls:
+            return sum(call.name == "search" for call in self.calls)
+        return int(self.kind == "search")
 
 
 @dataclass
@@ -141,6 +160,7 @@ class Trajectory:
         actions: Names of the actions that were on.
         first_opening: Opening of the first turn, if the prompt opens it in another way; otherwise None.
         max_score: Largest answer reward of the config; set by the reward stage.
+        protocol: "tags" or "tool_calls"; see `rollout.protocol`.
         is_demonstration: Whether its turns come from a demonstration: the policy sampled none of them, and
             their `logprobs` are 0.
         continues: Index of the trajectory of the group whose first turns it continues; None: it has no such
@@ -160,6 +180,7 @@ class Trajectory:
     actions: tuple[str, ...] = DEFAULT_ACTIONS
     first_opening: str | None = None
     max_score: float = 1.0
+    protocol: str = "tags"
     is_demonstration: bool = False
     continues: int | None = None
 
@@ -181,9 +202,14 @@ class Trajectory:
         return self.answer_score / self.max_score
 
     def opening_of(self, number: int) -> str:
-        """Return the environment's text before a turn, counted from 0."""
+        """Return the environment's text before a turn, counted from 0.
+
+        After a thought that the environment closed there is none.
+        """
         if number == 0 and self.first_opening is not None:
             return self.first_opening
+        if number > 0 and self.turns[number - 1].is_closed_thought:
+            return ""
         return self.opening
 
     @property

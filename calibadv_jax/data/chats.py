@@ -1,14 +1,22 @@
-"""Chats in rows: OpenAI's messages with role and content, ShareGPT's with from and value, texts in parts."""
+"""Chats in rows: OpenAI's messages with role and content, ShareGPT's with from and value, texts in parts.
+
+Messages of an assistant may have tool calls, whose arguments are an object or a text of JSON.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tags import well_formed, well_formed_json
+from calibadv_jax.core.tool_calls import ToolCall
 
 # Keys of the role and of the text of a message: OpenAI's names, and ShareGPT's.
 ROLE_KEYS = ("role", "from")
 TEXT_KEYS = ("content", "value")
+# Keys of the thought of a message: DeepSeek's and Qwen's name, vLLM's, and that of gpt-oss' templates.
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Name of a role in published chats -> role.
 ROLES = {
     "system": "system",
@@ -46,6 +54,67 @@ def message_text(message: Any) -> str | None:
     if not texts or not all(isinstance(text, str) for text in texts):
         return None
     return "".join(str(text) for text in texts)
+
+
+def message_thought(message: Any) -> str:
+    """Return the thought of a message that stands beside its text; "" if there is none."""
+    if not isinstance(message, dict):
+        return ""
+    thoughts = [message[key] for key in THOUGHT_KEYS if isinstance(message.get(key), str)]
+    return thoughts[0] if thoughts else ""
+
+
+def message_calls(message: Any) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
+    """Return the tool calls of a message.
+
+    Returns:
+        The calls in order; their ids, where all have one; and why they cannot be read, or "".
+    """
+    items = message.get("tool_calls") if isinstance(message, dict) else None
+    if not items:
+        return (), (), ""
+    if not isinstance(items, list):
+        return (), (), f"'tool_calls' must be a list, got {str(items)[:60]!r}"
+    calls = []
+    ids = []
+    for item in items:
+        function = item.get("function", item) if isinstance(item, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+            return (
+                (),
+                (),
+                f"a tool call must be an object with 'function' and its 'name', got {str(item)[:60]!r}",
+            )
+        arguments = _arguments(function.get("arguments", function.get("parameters", {})))
+        if arguments is None:
+            return (
+                (),
+                (),
+                f"the arguments of the call of {name!r} must be an object, or a text of JSON with one",
+            )
+        calls.append(ToolCall(well_formed(name), arguments))
+        if isinstance(item.get("id"), str):
+            ids.append(item["id"])
+    return tuple(calls), tuple(ids) if len(set(ids)) == len(calls) else (), ""
+
+
+def call_id(message: Any) -> tuple[str, ...]:
+    """Return the id of the call that a message of a tool answers; none if it names none."""
+    name = message.get("tool_call_id") if isinstance(message, dict) else None
+    return (name,) if isinstance(name, str) and name else ()
+
+
+def _arguments(value: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call, an object or a text of JSON; None if they are neither."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if not text.strip():
+        return {}
+    try:
+        arguments = json.loads(well_formed_json(text.encode("utf-8", "surrogatepass")).decode())
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def as_chat(prompt: Any, has_answer: bool) -> Any:

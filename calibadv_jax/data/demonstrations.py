@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,9 @@ import numpy as np
 
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, parse_turn, well_formed
+from calibadv_jax.core.tool_calls import AssistantMessage, ToolCall, readable_call
 from calibadv_jax.core.trajectory import Document, Question
-from calibadv_jax.data.chats import ROLES, message_role, message_text
+from calibadv_jax.data.chats import ROLES, call_id, message_calls, message_role, message_text, message_thought
 from calibadv_jax.data.layouts import MARKER, question_of
 from calibadv_jax.data.questions import parse_question, question_row
 from calibadv_jax.data.row_files import read_rows
@@ -21,6 +22,7 @@ from calibadv_jax.data.row_files import read_rows
 # Keys of a row's messages.
 CHATS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 _INFORMATION = re.compile(r"\s*<information>(.*)</information>\s*", re.DOTALL)
+_TOOL_RESPONSE = re.compile(r"\s*<tool_response>(.*)</tool_response>\s*", re.DOTALL)
 _DOCUMENT = re.compile(r'Doc \d+ ?\(Title: "?(.*?)"?\) ?')
 
 
@@ -42,6 +44,45 @@ class DemoTurn:
 
 
 @dataclass(frozen=True)
+class DemoReply:
+    """The reply to a tool call.
+
+    Attributes:
+        documents: Documents of the retriever's reply.
+        text: Text before the documents: the reply of a tool, or why it refused.
+    """
+
+    documents: tuple[Document, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class MessageTurn(DemoTurn):
+    """A turn that is a message of a chat with tool calls; `text` is for readers alone.
+
+    Attributes:
+        message: The message.
+        replies: The replies to its calls, in their order.
+    """
+
+    message: AssistantMessage = AssistantMessage("", "", ())
+    replies: tuple[DemoReply, ...] = ()
+
+
+@dataclass(frozen=True)
+class MessageReader:
+    """Reads the messages of an assistant for the protocol of tool calls.
+
+    Attributes:
+        read: Returns what a text of the policy says: its thought, its calls, and the rest.
+        flaw_of: Returns why a message is no turn of the protocol, as a sentence; "" if it is.
+    """
+
+    read: Callable[[str], AssistantMessage]
+    flaw_of: Callable[[AssistantMessage], str]
+
+
+@dataclass(frozen=True)
 class Demonstration:
     """A question, and the turns that the policy should write for it."""
 
@@ -55,15 +96,21 @@ class _ChatMessage(NamedTuple):
     role: str
     text: str
     is_trained: bool
+    thought: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_ids: tuple[str, ...] = ()  # of the calls, or of the call that a tool's message answers
 
 
-def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[Demonstration]:
+def load_demonstrations(
+    path: Path, grammar: Grammar = SEARCH_GRAMMAR, reader: MessageReader | None = None
+) -> list[Demonstration]:
     """Read the demonstrations of a file.
 
     Args:
         path: File of rows with a question's fields and ``turns``, or with a chat's ``messages``. A turn is
             ``{"text", "documents": [{"title", "text"}], "observation"}``.
         grammar: Tags that the turns may hold.
+        reader: Reads messages with tool calls; None: the protocol is that of tags, and they are refused.
 
     Raises:
         UserError: The file is missing or holds no demonstration, or a row is malformed; the message names
@@ -73,7 +120,7 @@ def load_demonstrations(path: Path, grammar: Grammar = SEARCH_GRAMMAR) -> list[D
     for where, row in read_rows(path, "demonstrations"):
         chat_keys = [key for key in CHATS if key in row]
         if chat_keys:
-            demonstrations.append(_parse_chat(row, chat_keys[0], where, grammar))
+            demonstrations.append(_parse_chat(row, chat_keys[0], where, grammar, reader))
         else:
             demonstrations.append(_parse_turns(row, where, grammar))
     if not demonstrations:
@@ -175,7 +222,9 @@ def _check_action(text: str, where: str, grammar: Grammar) -> None:
     raise UserError(f"{where}: a turn must hold {' or '.join(valid_forms)}, got {text[:80]!r}")
 
 
-def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) -> Demonstration:
+def _parse_chat(
+    row: Mapping[str, Any], key: str, where: str, grammar: Grammar, reader: MessageReader | None
+) -> Demonstration:
     """Return the demonstration of a chat.
 
     The messages before the assistant's first message are the prompt. Messages of other roles after it are
@@ -187,10 +236,12 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) 
         raise UserError(f"{where}: no message of an assistant in {key!r}; remove the row")
     num_prompt_messages = roles.index("assistant")
     prompt = messages[:num_prompt_messages]
-    turns = _chat_turns(messages, num_prompt_messages, key, where, grammar)
+    if reader is None:
+        turns = _chat_turns(messages, num_prompt_messages, key, where, grammar)
+    else:
+        turns = _message_turns(messages, num_prompt_messages, key, where, grammar, reader)
     question_text = _question_text(row, prompt, key, where)
-    last_action = parse_turn(turns[-1].text, "eos", grammar)
-    answer = last_action.answer or last_action.query or question_text
+    answer = _answer_of(turns[-1], grammar) or question_text
     question = {
         "id": where if row.get("id") is None else row["id"],
         "question": question_text,
@@ -200,6 +251,14 @@ def _parse_chat(row: Mapping[str, Any], key: str, where: str, grammar: Grammar) 
     }
     turns_with_documents = tuple(_with_documents(turn) for turn in turns)
     return Demonstration(parse_question(question, where), turns_with_documents)
+
+
+def _answer_of(turn: DemoTurn, grammar: Grammar) -> str:
+    """Return the answer of a turn, or else the body of its action; "" if it has neither."""
+    if isinstance(turn, MessageTurn):
+        return turn.message.content
+    action = parse_turn(turn.text, "eos", grammar)
+    return action.answer or action.query
 
 
 def _chat_turns(
@@ -212,6 +271,11 @@ def _chat_turns(
         place = f"{where}: message {number} of {key!r}"
         if message.role == "system":
             raise UserError(f"{place}: a system message inside the chat")
+        if message.calls:
+            raise UserError(
+                f"{place}: it has tool calls, and rollout.protocol is tags: set it to tool_calls, or write"
+                " the call as <search> query </search>"
+            )
         if message.role == "assistant":
             if previous_role == "assistant":
                 raise UserError(
@@ -227,12 +291,103 @@ def _chat_turns(
                 )
             turns.append(DemoTurn(text, trained=message.is_trained))
         else:
-            information = _INFORMATION.fullmatch(message.text)
-            text = information.group(1) if information else message.text
-            observation = f"{turns[-1].observation}\n{text.strip()}".strip()
+            observation = f"{turns[-1].observation}\n{_shown_text(message)}".strip()
             turns[-1] = replace(turns[-1], observation=observation)
         previous_role = message.role
     return turns
+
+
+def _shown_text(message: _ChatMessage) -> str:
+    """Return the text of an observation without the tags around it."""
+    for pattern in (_INFORMATION, _TOOL_RESPONSE):
+        match = pattern.fullmatch(message.text)
+        if match:
+            return match.group(1).strip()
+    return message.text.strip()
+
+
+def _message_turns(
+    messages: Sequence[_ChatMessage],
+    start: int,
+    key: str,
+    where: str,
+    grammar: Grammar,
+    reader: MessageReader,
+) -> list[DemoTurn]:
+    """Return the turns in the messages from index `start` on, for the protocol of tool calls."""
+    turns: list[DemoTurn] = []
+    index = start
+    while index < len(messages):
+        message = messages[index]
+        place = f"{where}: message {index + 1} of {key!r}"
+        if message.role != "assistant":
+            asks = "a second request of the user" if message.role == "user" else f"a {message.role} message"
+            raise UserError(
+                f"{place}: {asks} where a message of the assistant must stand; a demonstration is one"
+                " request: make a row of each"
+            )
+        index += 1
+        replies = []
+        while index < len(messages) and messages[index].role not in ("assistant", "system"):
+            replies.append(messages[index])
+            index += 1
+        turns.append(_message_turn(message, replies, index == len(messages), place, grammar, reader))
+    return turns
+
+
+def _message_turn(
+    message: _ChatMessage,
+    replies: Sequence[_ChatMessage],
+    is_last: bool,
+    place: str,
+    grammar: Grammar,
+    reader: MessageReader,
+) -> DemoTurn:
+    """Return the turn of a message of the assistant and of the messages behind it."""
+    if (
+        not message.calls
+        and not message.thought
+        and parse_turn(message.text, "eos", grammar).kind != "invalid"
+    ):
+        observation = "\n".join(_shown_text(reply) for reply in replies)
+        return DemoTurn(message.text.strip(), trained=message.is_trained, observation=observation)
+    parsed = reader.read(message.text.strip())
+    if parsed.flaw or (parsed.calls and message.calls) or (parsed.thought and message.thought):
+        flaw = parsed.flaw or "Its text repeats what stands in its other fields."
+        raise UserError(f"{place}: {flaw} Correct it, or remove the row")
+    thought = message.thought or parsed.thought
+    read_message = AssistantMessage(thought, parsed.content, message.calls or parsed.calls)
+    flaw = reader.flaw_of(read_message)
+    if flaw:
+        raise UserError(f"{place}: {flaw} Correct it, or remove the row")
+    ordered = _ordered_replies(message.call_ids, replies, len(read_message.calls), is_last, place)
+    text = "; ".join(readable_call(call) for call in read_message.calls) or read_message.content
+    return MessageTurn(text, trained=message.is_trained, message=read_message, replies=ordered)
+
+
+def _ordered_replies(
+    call_ids: Sequence[str], replies: Sequence[_ChatMessage], num_calls: int, is_last: bool, place: str
+) -> tuple[DemoReply, ...]:
+    """Return the replies to the calls of a message in the order of the calls."""
+    if not replies and is_last:
+        return ()
+    if len(replies) != num_calls:
+        raise UserError(
+            f"{place}: {len(replies)} messages follow {num_calls} tool calls; every call needs one message of"
+            " the role tool, and an answer none"
+        )
+    order = {name: index for index, name in enumerate(call_ids)}
+    answered = [reply.call_ids[0] for reply in replies if reply.call_ids]
+    ordered = list(replies)
+    if len(answered) == num_calls and set(answered) == set(order):
+        ordered.sort(key=lambda reply: order[reply.call_ids[0]])
+    elif answered and order and not set(answered) <= set(order):
+        raise UserError(f"{place}: no call has the id {sorted(set(answered) - set(order))[0]!r}; correct it")
+    shown = []
+    for reply in ordered:
+        turn = _with_documents(DemoTurn("", observation=_shown_text(reply)))
+        shown.append(DemoReply(turn.documents, turn.observation))
+    return tuple(shown)
 
 
 def _parse_messages(value: Any, key: str, where: str) -> list[_ChatMessage]:
@@ -241,14 +396,21 @@ def _parse_messages(value: Any, key: str, where: str) -> list[_ChatMessage]:
     for number, item in enumerate(items, 1):
         role = message_role(item)
         text = message_text(item)
-        if role is None or text is None:
+        calls, call_ids, fault = message_calls(item)
+        if fault:
+            raise UserError(f"{where}: message {number} of {key!r}: {fault}")
+        if text is None and calls:
+            text = ""
+        if role is None or text is None or (calls and role != "assistant"):
             raise UserError(
                 f"{where}: message {number} of {key!r} must be an object with 'role' or 'from' "
                 f"({', '.join(ROLES)}) and a text 'content' or 'value', got {str(item)[:80]!r}; "
-                "write a tool call as <search> query </search>"
+                "tool calls stand in 'tool_calls' of a message of the assistant"
             )
         is_trained = item.get("weight", 1) != 0
-        messages.append(_ChatMessage(role, well_formed(text), is_trained))
+        thought = well_formed(message_thought(item)).strip()
+        ids = call_ids or call_id(item)
+        messages.append(_ChatMessage(role, well_formed(text), is_trained, thought, calls, ids))
     if not messages:
         raise UserError(f"{where}: {key!r} must be a non-empty list, got {str(value)[:80]!r}")
     return messages

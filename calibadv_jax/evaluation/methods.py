@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from calibadv_jax.config import Config
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
+from calibadv_jax.config.sections.rollout import TAGS
 from calibadv_jax.core.errors import QueryRefused
 from calibadv_jax.core.interfaces import Retriever
 from calibadv_jax.core.seeds import random_state
@@ -76,10 +77,13 @@ def method_config(config: Config) -> Config:
         max_prompt_length += config.rollout.max_observation_length
         max_prompt_length = min(max_prompt_length, config.rollout.max_length - 1)
     template = config.evaluate.template or method.template
+    # The only turn of these methods answers inside <answer>, whatever the agent's protocol is.
+    rollout = replace(config.rollout, protocol=TAGS, max_searches=0, max_prompt_length=max_prompt_length)
     return replace(
         config,
         prompt=replace(config.prompt, template=template, prepend_think=False),
-        rollout=replace(config.rollout, max_searches=0, max_prompt_length=max_prompt_length),
+        rollout=rollout,
+        reward=replace(config.reward, answer_from="auto"),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.core.trajectory import Group, Trajectory
 
 # Names of the CalibAdv authors (in their spelling) -> names of the same values here. Values are logged under
@@ -142,6 +143,10 @@ def _averaged_values(trajectories: Sequence[Trajectory]) -> dict[str, Sequence[f
         values[f"rollout/actions/{name}"] = [
             _num_turns_of_kind(trajectory, name) for trajectory in trajectories
         ]
+    if trajectories[0].protocol == TOOL_CALLS:
+        values["rollout/calls"] = [_num_calls(trajectory) for trajectory in trajectories]
+        values["rollout/parallel_calls"] = [_has_parallel_calls(trajectory) for trajectory in trajectories]
+        values["rollout/closed_thoughts"] = [_num_closed_thoughts(trajectory) for trajectory in trajectories]
     versions = _policy_versions(trajectories)
     if versions:
         values["rollout/mixed_versions"] = [len(ascending) > 1 for ascending in versions]
@@ -165,7 +170,19 @@ def _num_turns_of_kind(trajectory: Trajectory, kind: str) -> int:
 
 
 def _has_truncated_turn(trajectory: Trajectory) -> bool:
-    return any(turn.stop_reason == "length" for turn in trajectory.turns)
+    return any(turn.stop_reason == "length" and not turn.is_closed_thought for turn in trajectory.turns)
+
+
+def _num_calls(trajectory: Trajectory) -> int:
+    return sum(len(turn.calls) for turn in trajectory.turns)
+
+
+def _has_parallel_calls(trajectory: Trajectory) -> bool:
+    return any(len(turn.calls) > 1 for turn in trajectory.turns)
+
+
+def _num_closed_thoughts(trajectory: Trajectory) -> int:
+    return sum(turn.is_closed_thought for turn in trajectory.turns)
 
 
 def _other_actions(trajectories: Sequence[Trajectory]) -> list[str]:

@@ -12,11 +12,12 @@ import numpy as np
 
 from calibadv_jax.config import RewardConfig
 from calibadv_jax.config.sections.credit import JUDGE, JUDGE_AGREEMENT
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.core.answers import normalise_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.registry import ANSWER_REWARDS
 from calibadv_jax.core.tags import Grammar, text_with_opening, turn_flaw
-from calibadv_jax.core.trajectory import Group, Trajectory
+from calibadv_jax.core.trajectory import Group, Trajectory, Turn
 from calibadv_jax.core.user_functions import (
     describe_failure,
     import_user_function,
@@ -114,6 +115,10 @@ def format_flaw(trajectory: Trajectory) -> str:
     a flaw. The opening that the environment or the prompt wrote counts as sampled. Only sampled text and the
     order of turns are judged, never a document.
 
+    With tool calls a thought is not required, and text beside the calls is no flaw: an action turn has calls
+    that can be read, of tools that are on, with arguments that fit their schemas. A thought that the
+    environment closed (tool_calls.max_thinking_tokens) is no flaw.
+
     Args:
         trajectory: a finished trajectory.
 
@@ -132,7 +137,7 @@ def format_flaw(trajectory: Trajectory) -> str:
             return f"turn {number}: an answer before the last turn"
     if trajectory.answer is None:
         return "the last turn is not an answer"
-    if num_turns == 1:
+    if not any(turn.is_action for turn in trajectory.turns):
         return "an answer without any action before it"
     return ""
 
@@ -144,14 +149,21 @@ def turn_flaws(trajectory: Trajectory) -> list[str]:
         trajectory: a finished trajectory of K turns.
 
     Returns:
-        K reasons; "" for a turn without a flaw.
+        K reasons; "" for a turn without a flaw. With tool calls they are those of the agent loop.
     """
+    if trajectory.protocol == TOOL_CALLS:
+        return [_flaw_of_calls(turn) for turn in trajectory.turns]
     grammar = Grammar(trajectory.actions)
     flaws = []
     for number, turn in enumerate(trajectory.turns):
         text = text_with_opening(trajectory.opening_of(number), turn.text)
         flaws.append(turn_flaw(text, turn.kind, grammar))
     return flaws
+
+
+def _flaw_of_calls(turn: Turn) -> str:
+    """Return why a turn of the protocol of tool calls is not valid."""
+    return "" if turn.is_closed_thought else turn.flaw.rstrip(".")
 
 
 # --- Scores ---

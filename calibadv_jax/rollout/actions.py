@@ -20,6 +20,7 @@ from calibadv_jax.core.tags import (
     USAGE,
     Grammar,
 )
+from calibadv_jax.core.tool_calls import ToolSchema
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.core.user_functions import describe_failure
 
@@ -38,6 +39,7 @@ class SearchAction(RetrieverAction):
     name = "search"
     purpose = "search"
     argument = "query"
+    description = "Search for passages; they come best first. A short query of a few words works best."
     keeps_documents_whole = True
 
     async def call(self, argument: str) -> Reply:
@@ -75,6 +77,17 @@ class AccessAction(RetrieverAction):
     name = "access"
     purpose = "read a whole page"
     argument = "address of the page"
+    description = "Read a whole page."
+
+    def schema(self) -> ToolSchema:
+        """Return the action as a tool, whose argument is named url."""
+        properties = {"url": {"type": "string", "description": self.argument}}
+        parameters = {"type": "object", "properties": properties, "required": ["url"]}
+        return ToolSchema(self.name, self.description, parameters)
+
+    def parse_arguments(self, arguments: dict[str, Any]) -> str:
+        """Return the address in the arguments of a tool call."""
+        return str(arguments["url"]).strip()
 
     async def call(self, argument: str) -> Reply:
         """Return the page at an address.
@@ -111,6 +124,8 @@ class GuardedAction(Action):
         self.name = inner.name
         self.purpose = inner.purpose
         self.argument = inner.argument
+        self.description = inner.description
+        self.parameters = inner.parameters
         self.may_be_empty = inner.may_be_empty
         self.max_length = max_length or inner.max_length
 
@@ -130,6 +145,28 @@ class GuardedAction(Action):
         """
         with self._guarded(ValueError, UserError):
             return self._inner.parse(body)
+
+    def parse_arguments(self, arguments: dict[str, Any]) -> Any:
+        """Return the argument of `call`, as the user's action takes it from a tool call.
+
+        Args:
+            arguments: arguments of the call, which fit `schema`.
+
+        Returns:
+            Whatever the user's action returns.
+
+        Raises:
+            ValueError: if the user's action refuses the arguments.
+            UserError: if the user's action raises it.
+            RequestFailed: if the user's action fails in another way.
+        """
+        with self._guarded(ValueError, UserError):
+            return self._inner.parse_arguments(arguments)
+
+    def schema(self) -> ToolSchema:
+        """Return the user's action as a tool of a chat template."""
+        with self._guarded(UserError):
+            return self._inner.schema()
 
     async def call(self, argument: Any) -> Reply:
         """Execute the user's action, and check what it returns.

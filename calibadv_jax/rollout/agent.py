@@ -10,36 +10,21 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from calibadv_jax.config import PromptConfig, RolloutConfig
-from calibadv_jax.core.errors import ActionRefused, QueryRefused, RequestFailed
+from calibadv_jax.config import PromptConfig, RolloutConfig, ToolCallsConfig
+from calibadv_jax.core.errors import RequestFailed
 from calibadv_jax.core.interfaces import Action, Completion, Judge, Retriever, Sampler, SamplingParams
-from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.secrets import redact
-from calibadv_jax.core.tags import (
-    QUERY_REFUSED,
-    Grammar,
-    parse_turn,
-    refusal_text,
-    text_with_opening,
-    well_formed,
-)
-from calibadv_jax.core.trajectory import Document, Question, Trajectory, Turn
-from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of, invalid_notice
-from calibadv_jax.rollout.observation import (
-    Observations,
-    cut_early,
-    decode,
-    make_neutraliser,
-    neutralise_reply,
-)
-from calibadv_jax.rollout.prompts import open_prompt
+from calibadv_jax.core.tags import Grammar, well_formed
+from calibadv_jax.core.tokens import decode
+from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.rollout.actions import RetrieverAction, SearchAction, grammar_of
+from calibadv_jax.rollout.protocol import ProtocolSettings, TurnProtocol
+from calibadv_jax.rollout.protocol_choice import make_protocol
 
 
 def _ignore_turn(turn: Turn, is_observed: bool) -> None:
@@ -61,6 +46,8 @@ class RolloutContext:
     work: Counter[str] = field(default_factory=Counter)
     # Called with each sampled turn and False, and with it and True once it has its observation.
     watch: Callable[[Turn, bool], object] = _ignore_turn
+    tool_calls: ToolCallsConfig = ToolCallsConfig()
+    answer_from: str = "tag"  # where the answer stands; see `Config.answer_from`
 
     @cached_property
     def by_name(self) -> dict[str, Action]:
@@ -78,15 +65,13 @@ class RolloutContext:
         return grammar_of(self.actions)
 
     @cached_property
-    def neutraliser(self) -> Neutraliser:
-        """The neutraliser of questions, documents and texts of actions."""
-        return make_neutraliser(self.tokenizer, self.actions)
-
-    @cached_property
-    def observations(self) -> Observations:
-        """The writer of observations."""
-        notice = invalid_notice(self.actions, self.neutraliser)
-        return Observations(self.tokenizer, self.rollout.max_observation_length, self.prompt.opening, notice)
+    def protocol(self) -> TurnProtocol:
+        """The protocol of the turns."""
+        return make_protocol(
+            ProtocolSettings(
+                self.tokenizer, self.rollout, self.prompt, self.actions, self.tool_calls, self.answer_from
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -170,52 +155,110 @@ def failure_text(error: RequestFailed) -> str:
 
 def _begin(context: RolloutContext, question: Question, index: int) -> Trajectory:
     """Return a trajectory that has its prompt and no turns."""
-    prompt_ids, first_opening = open_prompt(
-        question,
-        context.tokenizer,
-        context.prompt,
-        context.rollout.max_prompt_length,
-        context.actions,
-        context.neutraliser,
-    )
-    opening = context.prompt.opening
+    protocol = context.protocol
+    prompt_ids, first_opening = protocol.open_prompt(question, context.rollout.max_prompt_length)
     return Trajectory(
         question,
         prompt_ids,
         index=index,
-        opening=opening,
-        first_opening=None if first_opening == opening else first_opening,
-        actions=context.grammar.actions,
+        opening=protocol.opening,
+        first_opening=None if first_opening == protocol.opening else first_opening,
+        actions=protocol.action_names,
+        protocol=protocol.name,
     )
 
 
 async def _write_turns(trajectory: Trajectory, context: RolloutContext, seed: int, session: str) -> None:
     """Sample turns and append their observations until the trajectory ends."""
     rollout = context.rollout
+    protocol = context.protocol
     tokens = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]  # the whole context so far
-    for number in range(len(trajectory.turns), rollout.max_searches + 1):
-        sampling = SamplingParams(
-            max_tokens=min(rollout.max_turn_length, rollout.max_length - len(tokens)),
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            seed=turn_seed(seed, trajectory.question.id, trajectory.index, number),
-            stop=context.grammar.stop_strings,
-        )
-        completion = await context.sampler.generate(tokens, sampling, session)
-        turn = _read_turn(completion, context, trajectory.opening_of(number))
+    # Turns that got an observation; closed thoughts do not count.
+    num_observed = sum(not turn.is_closed_thought for turn in trajectory.turns)
+    while True:
+        number = len(trajectory.turns)
+        opening = trajectory.opening_of(number)
+        completion, is_thinking = await _sample(tokens, opening, trajectory, context, seed, session)
+        turn = protocol.read_turn(completion, opening)
         trajectory.turns.append(turn)
         context.work["tokens"] += len(turn.token_ids)
         context.watch(turn, False)
         tokens += completion.token_ids
-        is_retried = turn.kind == "invalid" and rollout.on_invalid == "retry"
-        if number == rollout.max_searches or not (turn.is_action or is_retried):
-            return
+        if not is_thinking:
+            is_retried = turn.kind == "invalid" and rollout.on_invalid == "retry"
+            if num_observed == rollout.max_searches or not (turn.is_action or is_retried):
+                return
+            num_observed += 1
         room = rollout.max_length - len(tokens) - 1
-        if not await _observe(turn, context, room):
+        if not await _observe(turn, is_thinking, context, room):
             return
         context.watch(turn, True)
         tokens += turn.observation_ids.tolist()
+
+
+async def _sample(
+    tokens: Sequence[int],
+    opening: str,
+    trajectory: Trajectory,
+    context: RolloutContext,
+    seed: int,
+    session: str,
+) -> tuple[Completion, bool]:
+    """Sample a turn, or its thought alone if that reaches its limit.
+
+    Returns:
+        The completion, and whether its thought has reached `tool_calls.max_thinking_tokens`.
+    """
+    rollout = context.rollout
+    protocol = context.protocol
+    number = len(trajectory.turns)
+    limit = rollout.max_turn_length
+    if number and trajectory.turns[-1].is_closed_thought:
+        # The turn goes on after a thought that the environment closed.
+        limit = max(1, limit - len(trajectory.turns[-1].token_ids))
+    limit = min(limit, rollout.max_length - len(tokens))
+    thinking_limit = protocol.thinking_limit(trajectory.turns)
+    has_thinking_limit = 0 < thinking_limit < limit
+    sampling = SamplingParams(
+        max_tokens=thinking_limit if has_thinking_limit else limit,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        seed=turn_seed(seed, trajectory.question.id, trajectory.index, number),
+        stop=protocol.stop_strings,
+    )
+    completion = await context.sampler.generate(tokens, sampling, session)
+    if not has_thinking_limit or completion.stop_reason != "length":
+        return completion, False
+    if protocol.is_thinking(decode(context.tokenizer, completion.token_ids), opening):
+        return completion, True
+    rest = await context.sampler.generate(
+        [*tokens, *completion.token_ids],
+        replace(
+            sampling,
+            max_tokens=limit - len(completion.token_ids),
+            seed=_seed_of_rest(sampling.seed, len(completion.token_ids)),
+        ),
+        session,
+    )
+    return _joined(completion, rest), False
+
+
+def _seed_of_rest(seed: int, length: int) -> int:
+    """Return the seed of the rest of a turn of which `length` tokens are sampled."""
+    digest = hashlib.blake2b(f"{seed}/{length}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _joined(start: Completion, rest: Completion) -> Completion:
+    """Return the completion of two parts."""
+    versions = sorted({*start.policy_versions, *rest.policy_versions})
+    return Completion(
+        [*start.token_ids, *rest.token_ids],
+        [*start.logprobs, *rest.logprobs],
+        rest.stop_reason,
+        tuple(versions),
+    )
 
 
 def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
@@ -234,82 +277,32 @@ def turn_seed(seed: int, question_id: str, index: int, turn: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _read_turn(completion: Completion, context: RolloutContext, opening: str) -> Turn:
-    """Decode and parse a completion; `opening` is the environment's text before it."""
-    text_ids = completion.token_ids
-    # A policy may have several end-of-text tokens; the sampler says "eos" for each of them.
-    if completion.stop_reason == "eos":
-        text_ids = text_ids[:-1]
-    text = decode(context.tokenizer, text_ids)
-    parsed = parse_turn(text_with_opening(opening, text), completion.stop_reason, context.grammar)
-    return Turn(
-        kind=parsed.kind,
-        token_ids=np.asarray(completion.token_ids, np.int32),
-        logprobs=np.asarray(completion.logprobs, np.float32),
-        text=text,
-        think=parsed.think,
-        query=parsed.query,
-        answer=parsed.answer,
-        stop_reason=completion.stop_reason,
-        policy_versions=completion.policy_versions,
-    )
-
-
-async def _observe(turn: Turn, context: RolloutContext, room: int) -> bool:
+async def _observe(turn: Turn, is_thinking: bool, context: RolloutContext, room: int) -> bool:
     """Add the environment's reply to a turn.
+
+    Args:
+        turn: the turn.
+        is_thinking: whether it is a thought that has reached its limit.
+        context: services and settings.
+        room: tokens that the reply may have.
 
     Returns:
         Whether the reply has at most `room` tokens; a longer one is not added.
     """
     if room < 1:
         return False
-    documents: tuple[Document, ...] = ()
-    if turn.is_action:
-        documents, ids, text = await _execute(turn, context)
+    protocol = context.protocol
+    if is_thinking:
+        observation = protocol.close_thought()
+    elif turn.is_action:
+        context.work["searches"] += turn.num_searches
+        observation = await protocol.execute(turn, context.by_name)
     else:
-        ids, text = context.observations.invalid()
-    if len(ids) > room:
+        observation = protocol.notice(turn)
+    turn.is_refused = observation.is_refused
+    if len(observation.ids) > room:
         return False
-    turn.documents = documents
-    turn.observation_ids = ids
-    turn.observation_text = text
+    turn.documents = observation.documents
+    turn.observation_ids = observation.ids
+    turn.observation_text = observation.text
     return True
-
-
-async def _execute(turn: Turn, context: RolloutContext) -> tuple[tuple[Document, ...], np.ndarray, str]:
-    """Execute the action of a turn.
-
-    Returns:
-        The documents that it returned, and its observation as token ids, int32 [M], and as text.
-    """
-    action = context.by_name[turn.kind]
-    if turn.kind == "search":
-        context.work["searches"] += 1
-    observations = context.observations.for_action(action)
-    try:
-        argument = _parse_argument(action, turn.query)
-        reply = await action.call(argument)
-    except (QueryRefused, ActionRefused) as error:
-        turn.is_refused = True
-        ids, text = observations.information(_refusal(turn.kind, error, context))
-        return (), ids, text
-    reply = neutralise_reply(
-        reply, action, context.tokenizer, context.neutraliser, max_length=observations.max_length
-    )
-    ids, text = observations.information(action.render(reply))
-    return reply.documents, ids, text
-
-
-def _parse_argument(action: Action, body: str) -> Any:
-    try:
-        return action.parse(body)
-    except ValueError as error:
-        raise ActionRefused(str(error)) from error
-
-
-def _refusal(name: str, error: Exception, context: RolloutContext) -> str:
-    """Return the neutralised body of the observation after a refused action."""
-    if isinstance(error, QueryRefused):
-        return QUERY_REFUSED
-    reason = cut_early(well_formed(str(error)), context.tokenizer, context.rollout.max_observation_length)
-    return refusal_text(name, context.neutraliser.neutralise(reason))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,81 +17,28 @@ from calibadv_jax.core.tags import (
     OPEN_INFORMATION,
     well_formed,
 )
+from calibadv_jax.core.tokens import added_token_strings, decode, encode, normaliser_of
 from calibadv_jax.rollout.actions import grammar_of
 
-_MARKUP = frozenset("<>[]{}|｜")  # Characters of which control tokens have one or more.
 # Characters that `cut_early` tokenizes first, for each token that may be shown.
 CHARACTERS_PER_TOKEN = 16
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a text, without the special tokens that a tokenizer adds around it.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        text: any text. A control token in it becomes one token.
-
-    Returns:
-        Token ids; none for an empty text.
-    """
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of tokens, with every token shown and no space removed.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-        ids: token ids; may be empty. Incomplete UTF-8 becomes U+FFFD.
-
-    Returns:
-        The text. If it is encoded again, the ids may differ.
-    """
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def added_token_strings(tokenizer: Any) -> frozenset[str]:
-    """Return the tokenizer's control tokens: strings that become a token of their own wherever they occur.
-
-    Added tokens without markup (a word, a run of spaces) and special tokens of one character do not count.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
-
-    Returns:
-        The tokens as texts of two or more characters; an empty set if there are none.
-    """
-    tokens = {str(token) for token in tokenizer.all_special_tokens}
-    for added_token in tokenizer.get_added_vocab():
-        text = str(added_token)
-        if _MARKUP & set(text):
-            tokens.add(text)
-    return frozenset(token for token in tokens if len(token) > 1)
-
-
-def make_neutraliser(tokenizer: Any, actions: Sequence[Action] = ()) -> Neutraliser:
+def make_neutraliser(
+    tokenizer: Any, actions: Sequence[Action] = (), markers: tuple[str, ...] = ()
+) -> Neutraliser:
     """Return the neutraliser of untrusted text for a tokenizer and these actions.
 
     Args:
         tokenizer: a tokenizer of transformers.
         actions: the actions that are on; none stand for search alone.
+        markers: texts of a tool-call format that untrusted text must not hold.
 
     Returns:
         A neutraliser of the protocol's tags, those of these actions included, and of the tokenizer's control
         tokens. It compares text as the tokenizer normalises it.
     """
-    return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), _normaliser_of(tokenizer))
-
-
-def _normaliser_of(tokenizer: Any) -> Callable[[str], str] | None:
-    """Return the tokenizer's normaliser, which changes a text before tokens are looked for, or None."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        # A tokenizer in Python has no normaliser of its own to ask: compare what it makes of the text.
-        return lambda text: decode(tokenizer, encode(tokenizer, text))
-    if backend.normalizer is None:
-        return None
-    return backend.normalizer.normalize_str
+    return Neutraliser(grammar_of(actions), added_token_strings(tokenizer), normaliser_of(tokenizer), markers)
 
 
 def neutralise_reply(

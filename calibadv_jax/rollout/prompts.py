@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from calibadv_jax.config import PromptConfig
+from calibadv_jax.config.sections.data import DEFAULT_TEMPLATE, FROM_DATA
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import OPEN_THINK, leaves_thought_open
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Question
 from calibadv_jax.core.user_functions import describe_failure
+from calibadv_jax.protocols.template_date import fix_date
 from calibadv_jax.rollout.actions import action_texts
-from calibadv_jax.rollout.observation import encode, make_neutraliser
-from calibadv_jax.rollout.template_date import fix_date
+from calibadv_jax.rollout.observation import make_neutraliser
 
 ACTIONS_PLACE = "{actions}"  # The place in a template at which the actions that are on are listed.
 # The prompt of Search-R1 and CalibAdv, word for word: their policies were trained with it.
@@ -42,7 +44,12 @@ TEMPLATES = {
     "paper": _PAPER.replace(ACTIONS_PLACE, _SEARCH_ACTION),
     "short": "Question: {question}\n",
 }
-FROM_DATA = "from_data"  # The value of prompt.template for prompts that stand in the data.
+# Sentences for {answer_format} in prompt.system, by the place of the answer.
+ANSWER_FORMATS = {
+    "whole": "Then reply with the answer alone, in a few words and without an explanation.",
+    "tag": "Then reply with the answer, in a few words, between <answer> and </answer>.",
+    "box": "Then reply with the answer, in a few words, in \\boxed{}.",
+}
 BATCH = 1024  # Prompts that are tokenized together, on all cores.
 _ENDING_LENGTH = 256  # Characters at a prompt's end in which the beginning of the first turn is looked for.
 _THOUGHT = re.compile("<think>.*", re.DOTALL)
@@ -180,12 +187,9 @@ def _messages(
 ) -> list[tuple[str, str]]:
     """Return (role, content) of the prompt's messages, neutralised: those of the data, or of the template."""
     if config.template == FROM_DATA:
-        return _messages_of_data(question, neutraliser)
-    text = question.text
-    if config.question_mark:
-        text = text.strip().removesuffix("?") + "?"
-    text = neutraliser.neutralise(text)
-    template = _PAPER if config.template == "paper" else template_text(config.template)
+        return messages_of_data(question, neutraliser.neutralise, neutraliser.neutralise_but_tags)
+    text = neutraliser.neutralise(shown_question(question, config))
+    template = _PAPER if config.template == DEFAULT_TEMPLATE else template_text(config.template)
     # The template is split before anything is filled in: neither the question nor a server's text about its
     # tools may fill a place of the other.
     listed_actions = list_actions(actions, neutraliser)
@@ -258,17 +262,40 @@ def _opening_at_end(text: str) -> str:
     return match[0] if match else ""
 
 
-def _messages_of_data(question: Question, neutraliser: Neutraliser) -> list[tuple[str, str]]:
-    """Return (role, content) of the messages that the question's row carries, neutralised."""
+def shown_question(question: Question, config: PromptConfig) -> str:
+    """Return the text of a question as the prompt shows it, with its question mark; it is not neutralised.
+
+    Args:
+        question: the question.
+        config: the section `prompt`.
+    """
+    if config.question_mark:
+        return question.text.strip().removesuffix("?") + "?"
+    return question.text
+
+
+def messages_of_data(
+    question: Question, neutralise: Callable[[str], str], neutralise_prompt: Callable[[str], str]
+) -> list[tuple[str, str]]:
+    """Return (role, content) of the messages that the question's row carries, neutralised.
+
+    Args:
+        question: the question.
+        neutralise: neutralises the text of the question.
+        neutralise_prompt: neutralises the other text of the messages.
+
+    Raises:
+        UserError: if the row carries none.
+    """
     if not question.prompt:
         raise UserError(
             f"question {question.id!r}: prompt.template is {FROM_DATA!r}, but its row has no 'prompt'; choose"
             " another template"
         )
-    text = neutraliser.neutralise(question.text)
+    text = neutralise(question.text)
     messages = []
     for message in question.prompt:
-        parts = [neutraliser.neutralise_but_tags(part) for part in message.parts]
+        parts = [neutralise_prompt(part) for part in message.parts]
         messages.append((message.role, text.join(parts)))
     return messages
 
@@ -299,21 +326,46 @@ def prompt_lengths(
         UserError: as `write_prompt`.
     """
     neutraliser = make_neutraliser(tokenizer, actions)
+
+    def write(question: Question) -> tuple[str, str]:
+        """Write the prompt of a question."""
+        return write_prompt(question, tokenizer, config, neutraliser, actions)
+
+    return lengths_above(questions, write, tokenizer, max_length)
+
+
+def lengths_above(
+    questions: Sequence[Question],
+    write: Callable[[Question], tuple[str, str]],
+    tokenizer: Any,
+    max_length: int,
+) -> dict[int, int]:
+    """Return the lengths of the prompts that are too long.
+
+    Args:
+        questions: the questions.
+        write: returns the prompt of a question as text, and something else.
+        tokenizer: a tokenizer of transformers.
+        max_length: tokens that a prompt may have.
+
+    Returns:
+        Index of a question -> tokens of its prompt, for the prompts of more than `max_length` tokens.
+    """
     lengths: dict[int, int] = {}
     batch: dict[int, str] = {}  # index of a question -> its prompt, if that may be too long
     for index, question in enumerate(questions):
-        text, _ = write_prompt(question, tokenizer, config, neutraliser, actions)
+        text, _ = write(question)
         if max_num_tokens(text) > max_length:
             batch[index] = text
         if len(batch) == BATCH:
-            lengths.update(_lengths_above(batch, tokenizer, max_length))
+            lengths.update(_batch_lengths_above(batch, tokenizer, max_length))
             batch = {}
     if batch:
-        lengths.update(_lengths_above(batch, tokenizer, max_length))
+        lengths.update(_batch_lengths_above(batch, tokenizer, max_length))
     return lengths
 
 
-def _lengths_above(prompts: dict[int, str], tokenizer: Any, max_length: int) -> dict[int, int]:
+def _batch_lengths_above(prompts: dict[int, str], tokenizer: Any, max_length: int) -> dict[int, int]:
     """Tokenize prompts together, and return the lengths above `max_length`, by the prompts' keys."""
     encoded = tokenizer(list(prompts.values()), add_special_tokens=False, verbose=False)
     lengths = {}

@@ -18,6 +18,7 @@ from calibadv_jax.core.errors import EnvironmentFailure, RequestFailed, UserErro
 from calibadv_jax.core.seeds import random_state
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.rollout.agent import Prefix, RolloutContext, failure_text, run_trajectory
+from calibadv_jax.rollout.concurrency import gather
 
 T = TypeVar("T")
 
@@ -153,14 +154,14 @@ async def collect_group(
     num_sampled = context.rollout.group_size - len(demonstrations)
     num_first = num_sampled - parts.second_round
     context.work["begun"] += num_sampled
-    trajectories = await _gather([write(index) for index in range(num_first)])
+    trajectories = await gather([write(index) for index in range(num_first)])
     if parts.second_round:
         prefixes: list[Prefix | None] = [*parts.near_misses(trajectories, parts.second_round)]
         prefixes += [None] * (parts.second_round - len(prefixes))
         second = [write(index, prefix) for index, prefix in enumerate(prefixes, num_first)]
-        trajectories += await _gather(second)
+        trajectories += await gather(second)
     judged = [_judged(context, demonstration) for demonstration in demonstrations]
-    for index, demonstration in enumerate(await _gather(judged), num_sampled):
+    for index, demonstration in enumerate(await gather(judged), num_sampled):
         trajectories.append(replace(demonstration, index=index))
     return Group.from_attempts(question, trajectories)
 
@@ -209,23 +210,7 @@ async def collect_groups(
         failures.add(group)
         return group
 
-    return await _gather([collect(number, question) for number, question in enumerate(questions)])
-
-
-async def _gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order. If one fails, raise its error once the others are cancelled and ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failures:
-        failure: BaseException = failures
-        while isinstance(failure, BaseExceptionGroup):
-            # The first error is the cause; later ones come from the cancellation.
-            failure = failure.exceptions[0]
-    else:
-        return [task.result() for task in tasks]
-    # Raised outside the except block, so that the error keeps its own cause and gets no other context.
-    raise failure
+    return await gather([collect(number, question) for number, question in enumerate(questions)])
 
 
 class Rollouts:

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import PromptConfig
+from calibadv_jax.config.sections.rollout import TAGS
 from calibadv_jax.core.errors import UserError, one_line
+from calibadv_jax.core.tool_calls import ToolCall
 from calibadv_jax.core.trajectory import DEFAULT_ACTIONS, Document, Group, Question, Trajectory, Turn
 from calibadv_jax.rollout_store import schema
 from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
@@ -75,20 +77,38 @@ def read_step(path: Path) -> KeptStep:
     table = read_columns(path)
     rows = table.to_pylist(maps_as_pydicts="strict")
     metadata = _decode(table.schema.metadata)
-    opening, actions = opening_and_actions(metadata)
-    groups, credits, logprobs = from_rows(rows, opening, actions)
+    groups, credits, logprobs = from_rows(rows, shared_fields(metadata))
     step = rows[0]["step"] if rows else 0
     return KeptStep(step, groups, credits, logprobs, metadata)
 
 
-def opening_and_actions(metadata: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return `Trajectory.opening` and `Trajectory.actions` of a file's trajectories, given its metadata."""
+@dataclass(frozen=True)
+class SharedFields:
+    """Attributes of `Trajectory` that all trajectories of a file share, and no column has.
+
+    Attributes:
+        opening: The environment's text before every turn but the first.
+        actions: Names of the actions that were on.
+        protocol: "tags" or "tool_calls".
+    """
+
+    opening: str = ""
+    actions: tuple[str, ...] = DEFAULT_ACTIONS
+    protocol: str = TAGS
+
+
+def shared_fields(metadata: Mapping[str, str]) -> SharedFields:
+    """Return what the trajectories of a file share.
+
+    Args:
+        metadata: The file's, see `read_metadata`.
+    """
     prompt = json.loads(metadata["config"])["prompt"]
     opening = PromptConfig(prepend_think=prompt["prepend_think"]).opening
     actions = DEFAULT_ACTIONS
     if "actions" in metadata:
         actions = tuple(json.loads(metadata["actions"]))
-    return opening, actions
+    return SharedFields(metadata.get("opening", opening), actions, metadata.get("protocol", TAGS))
 
 
 def read_columns(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -122,7 +142,8 @@ def read_metadata(path: Path) -> dict[str, str]:
         - advantage and config: these sections as JSON
         - tokenizer: folder of the tokenizer, relative to the run's
         - seed: seed of the step's draws
-        - actions: names of the actions as JSON; missing if search was the only one.
+        - actions: names of the actions as JSON; missing if search was the only one
+        - protocol and opening: `Trajectory.protocol` and `Trajectory.opening`; missing with tags.
 
     Raises:
         UserError: The file is missing or damaged.
@@ -149,14 +170,13 @@ def _decode(metadata: dict[bytes, bytes] | None) -> dict[str, str]:
 
 
 def from_rows(
-    rows: Sequence[RecordRow], opening: str, actions: tuple[str, ...] = DEFAULT_ACTIONS
+    rows: Sequence[RecordRow], shared: SharedFields = SharedFields()
 ) -> tuple[list[Group], list[GroupCredit], Logprobs]:
     """Return a step's groups, their credit and the learner's log-probabilities.
 
     Args:
         rows: Rows of the step in the order of the file, with maps as dictionaries.
-        opening: `Trajectory.opening` of all trajectories.
-        actions: `Trajectory.actions` of all trajectories.
+        shared: What all trajectories share, see `shared_fields`.
 
     Returns:
         Groups, credits and log-probabilities as in `KeptStep`.
@@ -167,9 +187,7 @@ def from_rows(
     for _, group_rows in groupby(rows, lambda row: row["group"]):
         members = list(group_rows)
         question = _question(members[0])
-        group = Group.from_attempts(
-            question, [_trajectory(row, question, opening, actions) for row in members]
-        )
+        group = Group.from_attempts(question, [_trajectory(row, question, shared) for row in members])
         groups.append(group)
         finished_rows = [row for row in members if row["error"] is None]
         credits.append(_credit(group, finished_rows, silver=dict(members[0]["silver"])))
@@ -188,13 +206,20 @@ def _question(row: RecordRow) -> Question:
     )
 
 
-def _trajectory(row: RecordRow, question: Question, opening: str, actions: tuple[str, ...]) -> Trajectory:
+def _trajectory(row: RecordRow, question: Question, shared: SharedFields) -> Trajectory:
     fields: dict[str, Any] = {name: row.get(name) for name in schema.TRAJECTORY_FIELDS}
     fields["prompt_ids"] = np.asarray(row["prompt_ids"], np.int32)
     fields["metrics"] = dict(row["metrics"])
     fields["is_demonstration"] = bool(fields["is_demonstration"])  # older files lack the column
     turns = [_turn(turn) for turn in row["turns"]]
-    return Trajectory(question, turns=turns, opening=opening, actions=actions, **fields)
+    return Trajectory(
+        question,
+        turns=turns,
+        opening=shared.opening,
+        actions=shared.actions,
+        protocol=shared.protocol,
+        **fields,
+    )
 
 
 def _turn(row: RecordRow) -> Turn:
@@ -208,7 +233,17 @@ def _turn(row: RecordRow) -> Turn:
     fields["documents"] = tuple(Document(**document) for document in row["documents"])
     fields["policy_versions"] = tuple(row["policy_versions"])
     fields["golden_logprobs"] = dict(row.get("golden_logprobs") or {})
+    fields["calls"] = calls_of_turn(row)
+    fields["flaw"] = row.get("flaw") or ""
     return Turn(**fields)
+
+
+def calls_of_turn(row: RecordRow) -> tuple[ToolCall, ...]:
+    """Return the tool calls of a turn, given its columns; older files lack that of the calls."""
+    calls = []
+    for call in row.get("calls") or ():
+        calls.append(ToolCall(call["name"], json.loads(call["arguments"])))
+    return tuple(calls)
 
 
 def _credit(group: Group, finished_rows: Sequence[RecordRow], silver: dict[str, float]) -> GroupCredit:

@@ -29,6 +29,7 @@ _TEXTS = pa.list_(pa.string())
 DOCUMENT = pa.struct(
     [("id", pa.string()), ("title", pa.string()), ("text", pa.string()), ("score", pa.float64())]
 )
+CALL = pa.struct([("name", pa.string()), ("arguments", pa.string())])  # arguments as a JSON object
 TURN = pa.struct(
     [
         ("kind", pa.string()),  # answer, invalid, unfinished, or the name of an action such as search
@@ -55,6 +56,9 @@ TURN = pa.struct(
         ("golden_logprobs", pa.map_(pa.string(), pa.float64())),  # missing in older files of this version
         ("values", _FLOATS),  # values of the critic before each sampled token; null or missing without one
         ("teacher_logprobs", _FLOATS),  # log-probabilities of the teacher; null or missing without one
+        # Of the protocol "tool_calls"; missing in older files of this version.
+        ("calls", pa.list_(CALL)),
+        ("flaw", pa.string()),  # why the turn is not valid; empty if it is
         ("is_context", pa.bool_()),  # not trained here; missing in older files
     ]
 )

@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 from calibadv_jax.advantages.credit import GroupCredit
 from calibadv_jax.config import Config
 from calibadv_jax.config.load import kept_values
+from calibadv_jax.config.sections.rollout import TAGS
 from calibadv_jax.core.files import PARTIAL, atomic_write
-from calibadv_jax.core.trajectory import DEFAULT_ACTIONS, Group, Trajectory, Turn
+from calibadv_jax.core.tool_calls import ToolCall
+from calibadv_jax.core.trajectory import DEFAULT_ACTIONS, Group, Question, Trajectory, Turn
 from calibadv_jax.rollout_store import schema
 from calibadv_jax.rollout_store.schema import Logprobs, RecordRow, kept_steps
 
@@ -93,9 +95,12 @@ class RolloutWriter:
     def _metadata(self, groups: Sequence[Group], seed: int) -> dict[str, str]:
         """Return the metadata of a file: see `reader.read_metadata`."""
         metadata = {}
-        actions = _actions(groups)
-        if actions != DEFAULT_ACTIONS:
-            metadata["actions"] = json.dumps(actions)
+        trajectory = _any_trajectory(groups)
+        if trajectory.actions != DEFAULT_ACTIONS:
+            metadata["actions"] = json.dumps(trajectory.actions)
+        if trajectory.protocol != TAGS:
+            metadata["protocol"] = trajectory.protocol
+            metadata["opening"] = trajectory.opening
         metadata["schema_version"] = schema.VERSION
         metadata["advantage"] = json.dumps(dataclasses.asdict(self.config.advantage))
         metadata["tokenizer"] = "policy"  # folder of the tokenizer, relative to the run's
@@ -104,12 +109,12 @@ class RolloutWriter:
         return metadata
 
 
-def _actions(groups: Sequence[Group]) -> tuple[str, ...]:
-    """Return the actions of the policy, which are the same in all trajectories of a run."""
+def _any_trajectory(groups: Sequence[Group]) -> Trajectory:
+    """Return a trajectory: actions, opening and protocol are the same in all trajectories of a run."""
     for group in groups:
         for trajectory in group.attempts:
-            return trajectory.actions
-    return DEFAULT_ACTIONS
+            return trajectory
+    return Trajectory(Question("", "", (), ""), np.zeros(0, np.int32))
 
 
 def to_rows(
@@ -168,7 +173,13 @@ def _turn_row(turn: Turn) -> RecordRow:
         row[name] = column.default
     row["learner_logprobs"] = None
     row["documents"] = [vars(document) for document in turn.documents]
+    row["calls"] = [_call_row(call) for call in turn.calls]
     return row
+
+
+def _call_row(call: ToolCall) -> RecordRow:
+    """Return the columns of a tool call."""
+    return {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
 
 
 def _add_credit(turns: list[RecordRow], credit: GroupCredit, position: int) -> None:

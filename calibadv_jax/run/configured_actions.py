@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from calibadv_jax.config import Config, McpConfig, ToolConfig
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action
 from calibadv_jax.core.tags import NAME, RESERVED
+from calibadv_jax.core.tokens import decode, encode
 from calibadv_jax.core.user_functions import describe_failure, import_user_function, load_optional
 from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
-from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.rollout.prompts import ACTIONS_PLACE
 
 DEFAULT = [ToolConfig("search")]
@@ -137,6 +138,8 @@ def describe_actions(config: Config) -> list[str]:
     if not actions:
         return []
     lines = [f"actions ON: {', '.join(action.name for action in actions)}"]
+    if config.rollout.protocol == TOOL_CALLS:
+        return lines
     template = config.prompt.template
     if template != "paper" and ACTIONS_PLACE not in template:
         lines.append(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibadv_jax.config import Config, RetrieverConfig
 from calibadv_jax.config.sections.retriever import NO_RETRIEVER_URL
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.core.files import content_hash
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question
@@ -59,6 +60,8 @@ def tools_hash(config: Config) -> str:
     actions = make_actions(config)
     if not actions:
         return ""
+    if config.rollout.protocol == TOOL_CALLS:
+        return content_hash([action.schema().as_function() for action in actions])
     return content_hash(
         [[action.name, action.purpose, action.argument, action.may_be_empty] for action in actions]
     )
@@ -74,7 +77,7 @@ def own_functions(config: Config) -> dict[str, list[str]]:
         REWARD_SOURCE: list(config.reward.weights),
         ADVANTAGE_SOURCE: [config.advantage.estimator],
         LOSS_SOURCE: [config.loss.name],
-        TOOLS_SOURCE: [tool.name for tool in config.tools],
+        TOOLS_SOURCE: [*(tool.name for tool in config.tools), config.tool_calls.format],
     }
     return {source: [name for name in names if is_address(name)] for source, names in named.items()}
 

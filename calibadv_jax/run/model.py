@@ -17,12 +17,12 @@ from calibadv_jax.core import hub
 from calibadv_jax.core.errors import Faults, UserError
 from calibadv_jax.core.files import content_hash, read_json, write_json
 from calibadv_jax.core.tags import TAGS
+from calibadv_jax.core.tokens import decode, encode
 from calibadv_jax.learner.learner import init_params
 from calibadv_jax.policy.adapters import Adapters, merge_params, split
 from calibadv_jax.policy.architecture import Architecture, YarnScaling, architecture_from_hf
 from calibadv_jax.policy.sharding import make_mesh, placed_params
 from calibadv_jax.policy.transformer import Numerics, Params, Policy
-from calibadv_jax.rollout.observation import decode, encode
 from calibadv_jax.sampler.stop_rule import end_of_text_ids
 from calibadv_jax.snapshots.checkpoint import newest_step, restore_params
 from calibadv_jax.snapshots.huggingface import check_weights, load_params, read_hf_config

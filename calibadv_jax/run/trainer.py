@@ -26,6 +26,7 @@ from calibadv_jax.learner.step import StepResult, learn, make_sample
 from calibadv_jax.policy.adapters import merge_params
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout_store.schema import Logprobs
+from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.model import Model, initial_params
 
 if TYPE_CHECKING:
@@ -148,7 +149,11 @@ class Trainer:
         params = {"current": state["params"], "initial": self.reference}
         policies = {name: params[name] for name in self.config.advantage.probed}
         with_golden_logprobs = load_optional("probe").with_golden_logprobs
-        return with_golden_logprobs(self.learner, policies, groups, self.config.learner, self.model.tokenizer)
+        tokenizer = self.model.tokenizer
+        begin_answer = configured_protocol(self.config, tokenizer).begin_answer
+        return with_golden_logprobs(
+            self.learner, policies, groups, self.config.learner, tokenizer, begin_answer
+        )
 
     def consult_teacher(
         self, state: State, step: int, groups: Sequence[Group]

@@ -25,8 +25,10 @@ from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.sharding import LocalCopy
 from calibadv_jax.policy.transformer import Params
 from calibadv_jax.rollout.agent import RolloutContext
+from calibadv_jax.rollout.protocol import TurnProtocol
 from calibadv_jax.rollout.runner import NO_PARTS, GroupParts, Rollouts
 from calibadv_jax.run.configured_actions import check_tags, make_actions
+from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.model import AdapterBase, Model, read_base
 from calibadv_jax.sampler.stop_rule import StopRule
 from calibadv_jax.services.http_client import SINGLE_ATTEMPT
@@ -198,13 +200,36 @@ def open_rollouts(
         own_concurrency = _share(config.rollout.max_concurrency, process_group)
         rollout = replace(config.rollout, max_concurrency=own_concurrency)
         base = read_base(model_folder)
-        sampler, publish = _make_sampler(config, model, worker_urls, snapshots, base, process_group)
+        protocol = configured_protocol(config, model.tokenizer)
+        stops = StopRule(model.tokenizer, stop_ids(model.hf_config["eos_token_id"], protocol))
+        sampler, publish = _make_sampler(config, model, stops, worker_urls, snapshots, base, process_group)
         judge = None
         if config.reward.judge.url:
             judge = load_optional("judge").JudgeClient(config.reward.judge, Console(config.log.progress).warn)
-        context = RolloutContext(sampler, retriever, model.tokenizer, rollout, config.prompt, actions, judge)
+        context = RolloutContext(
+            sampler,
+            retriever,
+            model.tokenizer,
+            rollout,
+            config.prompt,
+            actions,
+            judge,
+            tool_calls=config.tool_calls,
+            answer_from=config.answer_from,
+        )
         with Rollouts(context, config.run.seed, publish) as rollouts:
             yield rollouts
+
+
+def stop_ids(end_of_text_ids: int | Sequence[int], protocol: TurnProtocol) -> set[int]:
+    """Return the tokens that end a turn: the policy's end-of-text tokens, and those of the protocol.
+
+    Args:
+        end_of_text_ids: One token id, or several.
+        protocol: The protocol of the turns.
+    """
+    ids = [end_of_text_ids] if isinstance(end_of_text_ids, int) else end_of_text_ids
+    return {*ids, *protocol.end_of_turn_ids}
 
 
 def _share(total: int, process_group: ProcessGroup) -> int:
@@ -215,13 +240,13 @@ def _share(total: int, process_group: ProcessGroup) -> int:
 def _make_sampler(
     config: Config,
     model: Model,
+    stops: StopRule,
     workers: list[str],
     snapshots: Path,
     base: AdapterBase | None,
     process_group: ProcessGroup,
 ) -> tuple[Sampler, Callable[[int, Params], Any]]:
     """Return the sampler, and the function that converts a version's parameters for it."""
-    stops = StopRule(model.tokenizer, model.hf_config["eos_token_id"])
     if config.sampler.name == "jax":
         return _make_embedded_sampler(config, model, stops, process_group)
     from calibadv_jax.sampler.vllm_sampler import VllmSampler

@@ -32,7 +32,7 @@ def chain(tmp_path, monkeypatch):
         done.append((config.evaluate.output, source, config.retriever.url, config.sampler.urls))
         return SimpleNamespace(means={"0": {"all": MEANS | {"f1": len(done) / 10}}})
 
-    monkeypatch.setattr(quickstart, "write_world", lambda world: done.append("world"))
+    monkeypatch.setattr(quickstart, "write_world", lambda world, protocol: done.append("world"))
     monkeypatch.setattr(quickstart.sft, "run", lambda config: done.append("cold start"))
     monkeypatch.setattr(quickstart, "check_cold_start", lambda config, *_: done.append("cold start checked"))
     monkeypatch.setattr(quickstart, "open_services", services)

@@ -240,7 +240,7 @@ def messages(*pairs):
         ({"turns": []}, "field 'turns' must be a non-empty list"),
         (messages(("user", "x")), "no message of an assistant"),
         (messages(("judge", "x")), "message 1 of 'messages' .* with 'role'"),
-        (messages(("assistant", None)), "write a tool call as <search>"),
+        (messages(("assistant", None)), "tool calls stand in"),
         (messages(("assistant", ANSWER)), "before the assistant's first"),
         (chat("x", "hello"), "message 2 of 'messages': a turn must hold <search>"),
         ({"turns": 3}, "d.jsonl:1: field 'turns' must be a non-empty list, got 3; or give 'messages'"),

@@ -9,6 +9,7 @@ from config_rig import changed
 from calibadv_jax.config import Config, MeshConfig, ToolConfig, known_keys
 from calibadv_jax.config.keys import is_among, keys_with_mark
 from calibadv_jax.config.sections.section import Mark, normal_url
+from calibadv_jax.evaluation.methods import method_config
 
 
 def check(message, **sections):
@@ -70,6 +71,35 @@ def critic(warmup, base):
     ids=str,
 )
 def test_bounds_between_keys(message, sections):
+    check(message, **sections)
+
+
+CALLING = {"protocol": "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (None, {"rollout": CALLING}),
+        (None, {"rollout": CALLING, "prompt": {"template": "from_data"}}),
+        ("set prompt.system and prompt.user", {"rollout": CALLING, "prompt": {"template": "short"}}),
+        ("prepend_think is on", {"rollout": CALLING, "prompt": {"prepend_think": True}}),
+        ("set it to auto", {"rollout": CALLING, "prompt": {"chat": "off"}}),
+        ("cannot hold demonstrations", {"rollout": CALLING, "demonstrations": {"file": "demos.jsonl"}}),
+        ("must contain {question}", {"prompt": {"user": "Who?"}}),
+        *(
+            (None, {"rollout": CALLING, "reward": {"answer_from": place}})
+            for place in ("tag", "whole", "box")
+        ),
+        ("answer_from is box, but with rollout.protocol=tags", {"reward": {"answer_from": "box"}}),
+        (None, {"reward": {"answer_from": "tag"}}),
+        ("format is 'xml': must be one of auto, hermes", {"tool_calls": {"format": "xml"}}),
+        (None, {"tool_calls": {"format": "my_package.my_module:Format"}}),
+        ("may not hold 'tools'", {"prompt": {"chat_template_kwargs": {"tools": []}}}),
+    ],
+    ids=str,
+)
+def test_tool_calls_fit_the_run(message, sections):
     check(message, **sections)
 
 
@@ -181,7 +211,10 @@ EXPECTED = {
         "sampler.name", "retriever.encoder", "retriever.topk",
         "retriever.rerank_candidates", "retriever.reranker", "retriever.page_address", "retriever.model",
     ),
-    Mark.COLD_START: ("run.seed", "policy.init", "policy.lora", "world", "prompt", "tools", "sft"),
+    Mark.COLD_START: (
+        "run.seed", "policy.init", "policy.lora", "world", "prompt", "rollout.protocol", "tools",
+        "tool_calls", "reward.answer_from", "sft",
+    ),
     Mark.PER_RUN: (
         "run", "world.dir", "world.seed", "mesh", "distributed", "data.eval", "data.eval_limit",
         "retriever.url", "sampler.urls", "checkpoint", "evaluate", "export", "log",
@@ -254,3 +287,11 @@ def test_addresses_of_one_server_have_one_normal_form():
     distinct += ["http://[::1", "http://a:x"]
     assert len({normal_url(url) for url in distinct}) == len(distinct)
     assert normal_url("https://A:443/v1/") == "https://a/v1" and normal_url("http://a:443") == "http://a:443"
+
+
+@pytest.mark.parametrize("method", ["direct", "rag"])
+def test_single_turn_methods_answer_in_tags(method):
+    config = changed(rollout=CALLING, reward={"answer_from": "box"}, evaluate={"method": method})
+    answering = method_config(config)
+    assert (answering.rollout.protocol, answering.answer_from) == ("tags", "tag")
+    assert method_config(changed(config, evaluate={"method": "agent"})).answer_from == "box"

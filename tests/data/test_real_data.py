@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.contrib.cli.prepare_data import Filters, prepare
+from calibadv_jax.core.tokens import decode
 from calibadv_jax.data.questions import load_questions
-from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import open_prompt
 
 PROMPT = (

@@ -45,6 +45,7 @@ EXCEPTIONS = {  # words of a command -> why it is not run here
     "--config configs/own_data_7b.yaml": "needs a 7B policy and a running service",
     "--tokens 4000": "planned by tests/docs/test_paper_docs.py with the shipped configs",
     "policy.path=PeterJinGo/": "downloads a policy from the hub",
+    "rollout.protocol=tool_calls": "needs a tokenizer whose chat template shows tools",
     "plan --config configs/paper/qwen2.5-7b.yaml": "compiles for TPUs and GPUs",
 }
 REFUSED = {  # a word of a command -> how it is refused

@@ -42,6 +42,7 @@ class EventfulRollouts(ScriptedRollouts):
         group = write_group(number, question)
         for index, trajectory in enumerate(group.trajectories):
             trajectory.actions = ("search", "access")
+            trajectory.protocol = "tool_calls"
             trajectory.question = replace(question, supporting_ids=("d1",))
             trajectory.metrics |= {JUDGE: 1.0, JUDGE_AGREEMENT: 1.0}  # as the agent loop notes them
             trajectory.turns[0].documents = (Document("d1", "", ""), Document(f"x{index}", "", ""))
@@ -98,6 +99,38 @@ def training(tmp_path_factory):
     return logged(folder / "metrics.jsonl")
 
 
+class MixedRollouts(EventfulRollouts):
+    """Groups of a trajectory from the prompt, one that continues it, and a demonstration."""
+
+    def begin(self, number, question):
+        future = Future()
+        group = super().begin(number + 1, question).result()
+        source, continuation, demonstration = group.trajectories
+        continuation.continues = source.index
+        continuation.turns[0] = replace(source.turns[0], is_context=True)
+        demonstration.is_demonstration = True
+        future.set_result(group)
+        return future
+
+
+@pytest.fixture(scope="module")
+def mixed_groups(tmp_path_factory):
+    """Names in the rows of a run whose groups hold demonstrations and continuations."""
+    folder = tmp_path_factory.mktemp("mixed")
+    config = make_config(
+        folder,
+        learner={"steps": 1, "pack_length": 16, "microbatch_rows": 8},
+        rollout={"questions_per_step": 2, "group_size": 3, "max_prompt_length": 12, "max_length": 16},
+        prompt={"template": "{question}"},
+        data={"train": str(folder / "train.jsonl")},
+        checkpoint={"every": 0},
+    )
+    state = RunState(config, MODEL, QUESTIONS, MixedRollouts(), folder, Console(progress=False))
+    with Stop() as stop, state:
+        train(state, stop)
+    return logged(folder / "metrics.jsonl")
+
+
 @pytest.fixture(scope="module")
 def cold_start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft")
@@ -114,14 +147,14 @@ def cold_start(tmp_path_factory):
     return logged(folder / "sft_metrics/metrics.jsonl")
 
 
-def test_every_logged_name_is_documented(training, cold_start):
-    assert not sorted(name for name in training | cold_start if find_metric(name) is None)
+def test_every_logged_name_is_documented(training, mixed_groups, cold_start):
+    assert not sorted(name for name in training | mixed_groups | cold_start if find_metric(name) is None)
 
 
-def test_every_documented_name_is_logged(training, cold_start):
+def test_every_documented_name_is_logged(training, mixed_groups, cold_start):
     names = [name for metric in metrics() for own in metric.names() for name in (own, *authors_names(own))]
     patterns = {name: "[^/]+".join(map(re.escape, re.split(r"<[^>]*>", name))) for name in names}
-    logged = training | cold_start
+    logged = training | mixed_groups | cold_start
     assert not [name for name in names if not any(re.fullmatch(patterns[name], other) for other in logged)]
 
 

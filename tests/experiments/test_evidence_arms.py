@@ -183,7 +183,7 @@ def test_mistake_is_found_before_the_first_run(tmp_path, arguments, message):
 def moved_cold_start(tmp_path, monkeypatch):
     """The config of a cold start that was made in another folder, and the parts that are made anew."""
     made = []
-    monkeypatch.setattr(evidence_cold, "write_world", lambda world: None)
+    monkeypatch.setattr(evidence_cold, "write_world", lambda world, protocol: None)
     for name in ("sft", "evaluate"):
         monkeypatch.setattr(getattr(evidence_cold, name), "run", lambda config, name=name: made.append(name))
     before = config_of(evidence.cold_command(tmp_path / "before", 3, CONFIG))

@@ -11,10 +11,11 @@ from tiny_policy import GROUPED, Letters, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.contrib import probe
-from calibadv_jax.contrib.probe import ANSWER_BEGINNING, PROBE_TOKENS, prefixes, with_golden_logprobs
+from calibadv_jax.contrib.probe import PROBE_TOKENS, prefixes, with_golden_logprobs
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import Group, Question, Trajectory, Turn
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
+from calibadv_jax.rollout.tag_protocol import ANSWER_BEGINNING
 
 VOCAB = 128
 TEMPERATURE = 0.5

@@ -14,11 +14,12 @@ from tiny_policy import single_device, tiny
 from calibadv_jax.config import Config, LearnerConfig, SamplerConfig
 from calibadv_jax.core.interfaces import SamplingParams
 from calibadv_jax.core.tags import STOP_STRINGS, TAGS, format_documents
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.learner.learner import Learner, LearnerOptions
 from calibadv_jax.learner.step import sample_logprobs
-from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
+from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.run.model import load_tokenizer
 from calibadv_jax.sampler.jax_sampler import JaxSampler

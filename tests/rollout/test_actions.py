@@ -15,12 +15,12 @@ from calibadv_jax.config import AdvantageConfig, Config, PromptConfig, RewardCon
 from calibadv_jax.core.errors import RequestFailed, UserError
 from calibadv_jax.core.interfaces import Action, Completion, Reply, SamplingParams
 from calibadv_jax.core.tags import INVALID_ACTION, STOP_STRINGS, Grammar, parse_turn
+from calibadv_jax.core.tokens import decode
 from calibadv_jax.core.trajectory import Document, Group
 from calibadv_jax.metrics.summary import trajectory_metrics
 from calibadv_jax.rewards.score import score_groups, score_trajectory
 from calibadv_jax.rollout.actions import GuardedAction, SearchAction, grammar_of, invalid_notice
 from calibadv_jax.rollout.agent import run_trajectory, turn_seed
-from calibadv_jax.rollout.observation import decode
 from calibadv_jax.rollout.prompts import TEMPLATES, open_prompt
 from calibadv_jax.run.configured_actions import check_tags, describe_actions, make_actions
 

@@ -18,13 +18,13 @@ from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Action, Reply
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import Grammar, refusal_text
+from calibadv_jax.core.tokens import added_token_strings, decode
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.learner.batching import Rows, RowShape, token_weights
 from calibadv_jax.learner.step import make_sample
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.actions import AccessAction, GuardedAction, SearchAction
 from calibadv_jax.rollout.agent import RolloutContext
-from calibadv_jax.rollout.observation import added_token_strings, decode
 from calibadv_jax.rollout.runner import collect_groups
 
 GOLDEN = "Ann Lee"

@@ -145,4 +145,4 @@ def test_hostile_replies_of_every_action_forge_no_turn_mask_or_reward(byte_token
             await asyncio.gather(*(action.close() for action in actions))
 
     for number, trajectory in enumerate(asyncio.run(write_all())):
-        check_trajectory(trajectory, orders[number], str(number), sampler, context.neutraliser)
+        check_trajectory(trajectory, orders[number], str(number), sampler, context.protocol.neutraliser)

@@ -27,15 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from calibadv_jax.config import PromptConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.tags import TAG_NAMES, format_documents
+from calibadv_jax.core.tokens import added_token_strings, decode, encode
 from calibadv_jax.core.trajectory import Document, Message, Question
 from calibadv_jax.rollout.actions import SearchAction
-from calibadv_jax.rollout.observation import (
-    Observations,
-    added_token_strings,
-    decode,
-    encode,
-    make_neutraliser,
-)
+from calibadv_jax.rollout.observation import Observations, make_neutraliser
 from calibadv_jax.rollout.prompts import (
     BATCH,
     TEMPLATES,

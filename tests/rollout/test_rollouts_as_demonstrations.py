@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from loop_fakes import DOCUMENT, QUESTION, DictRetriever, ScriptedSampler
+from tools_rig import END, call_text, chat_tokenizer
 
 from calibadv_jax import Action, cli
 from calibadv_jax.advantages.estimators import compute_advantages
@@ -20,11 +21,11 @@ from calibadv_jax.commands import sft
 from calibadv_jax.config import Config, PromptConfig, RolloutConfig, ToolConfig
 from calibadv_jax.core.errors import ActionRefused
 from calibadv_jax.core.interfaces import Reply
+from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.trajectory import Document, Group, Question
 from calibadv_jax.data.demonstrations import load_demonstrations
 from calibadv_jax.rewards.score import score_groups
 from calibadv_jax.rollout.agent import RolloutContext, run_trajectory
-from calibadv_jax.rollout.observation import encode
 from calibadv_jax.rollout_store.schema import VERSION
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run.configured_actions import make_actions
@@ -222,6 +223,49 @@ def test_selected_rollout_is_shown_as_it_was(tmp_path, byte_tokenizer, turns, pr
     assert byte_tokenizer.decode(learned.tokens) == byte_tokenizer.decode(whole)
     sampled = [len(encode(byte_tokenizer, text)) for text in texts]
     assert int(np.sum(learned.mask)) == sum(sampled)
+
+
+def tool_trajectory(tokenizer, config, question, *texts):
+    """A trajectory with tool calls, scored."""
+    context = RolloutContext(
+        ScriptedSampler(tokenizer, lambda _, turn: texts[turn]),
+        DictRetriever({"ann": [DOCUMENT]}),
+        tokenizer,
+        config.rollout,
+        config.prompt,
+        tool_calls=config.tool_calls,
+        answer_from=config.answer_from,
+    )
+    return asyncio.run(run_trajectory(context, question, 0, 0, session="s"))
+
+
+def test_tool_calls_become_turns_in_tags(tmp_path, capsys):
+    """They serve both protocols; what tags cannot say is left out, and counted."""
+    tokenizer = chat_tokenizer()
+    config = Config(rollout=RolloutConfig(protocol="tool_calls"))
+    ann, nobody = call_text(query="ann"), call_text(query="nobody")
+    answer = f"<think>\nso\n</think>\n\nAnn{END}"
+    other = replace(QUESTION, id="2")
+    looks = f"<think>\nlook\n</think>\n\n{ann}{END}"
+    written = tool_trajectory(tokenizer, config, QUESTION, looks, nobody + END, answer)
+    several = tool_trajectory(tokenizer, config, other, f"{ann}\n{nobody}{END}", answer)
+    groups = [Group(QUESTION, [written]), Group(other, [several])]
+    groups = score_groups(groups, config.reward, np.random.default_rng(0))
+    credits = compute_advantages(groups, config.advantage).credits
+    RolloutWriter(tmp_path / "run", config, 1).write(1, groups, credits, [[None], [None]], 0)
+    with pytest.raises(SystemExit) as stop:
+        cli.calibadv(["select-rollouts", str(tmp_path / "run"), "--output", str(tmp_path / "d.jsonl")])
+    assert stop.value.code in (0, None)
+    assert re.search(r"calls that turns in tags cannot say +1\n", capsys.readouterr().out)
+    (demonstration,) = load_demonstrations(tmp_path / "d.jsonl")
+    assert [turn.text for turn in demonstration.turns] == [
+        "<think> look </think>\n<search> ann </search>",
+        "<search> nobody </search>",
+        "<think> so </think>\n<answer> Ann </answer>",
+    ]
+    learned = sft.encode_demonstration(demonstration, config, tokenizer, "sampled")
+    parts = [part for turn in written.turns for part in (turn.token_ids, turn.observation_ids)]
+    assert learned.tokens.tolist() == np.concatenate([written.prompt_ids, *parts]).tolist()
 
 
 def test_output_must_be_named(tmp_path, capsys):

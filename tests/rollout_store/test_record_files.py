@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -23,11 +24,19 @@ from calibadv_jax.contrib.pages.site import tabulate
 from calibadv_jax.contrib.pages.transcript import transcript as page_transcript
 from calibadv_jax.contrib.report.trajectories import _mean_advantages
 from calibadv_jax.core.errors import UserError
+from calibadv_jax.core.tool_calls import ToolCall
 from calibadv_jax.core.trajectory import Group, Question, Trajectory
 from calibadv_jax.metrics.shown_steps import answer_line, transcript
 from calibadv_jax.metrics.summary import trajectory_metrics
-from calibadv_jax.rewards.score import score_groups
-from calibadv_jax.rollout_store.reader import find_step, read_columns, read_metadata, read_step
+from calibadv_jax.rewards.score import format_flaw, score_groups
+from calibadv_jax.rollout_store.reader import (
+    SharedFields,
+    find_step,
+    read_columns,
+    read_metadata,
+    read_step,
+    shared_fields,
+)
 from calibadv_jax.rollout_store.schema import BYTE_SPLIT_COLUMNS, SCHEMA, VERSION, kept_steps
 from calibadv_jax.rollout_store.writer import RolloutWriter
 
@@ -253,7 +262,7 @@ def test_page_shows_queries_and_credit_of_other_actions(read_pages):
     assert tabulate(rows, [8, 5])["rows"]["queries"] == ["a b c?\ne f?", "g h i?"]
     assert INFORMATION in rows[0]["turns"][0]["observation_text"]
     pieces = SimpleNamespace(text=str, pieces=list)
-    shown = page_transcript(rows, pieces, CONFIG.advantage, "", ("search", "access"))
+    shown = page_transcript(rows, pieces, CONFIG.advantage, SharedFields(actions=("search", "access")))
     why = shown["trajectories"][1]["turns"][0]["why"]
     assert why.startswith("Softened. Correctness 1: it found 1 new silver document")
 
@@ -276,3 +285,63 @@ def test_transcript_names_the_action():
     trajectory = Trajectory(QUESTION, tokens(1), [search("a b c", "d1"), access("e f", "page x")])
     assert "access  e f?" in list(transcript(trajectory))
     assert answer_line(trajectory).startswith("no answer: its last access had no turn or no room left")
+
+
+CALLS = (ToolCall("search", {"query": "e f?", "n": [1, 2.5]}), ToolCall("weather", {"place": "Zürich"}))
+TOOL_REPLY = (
+    '\n<tool_response>\nDoc 1(Title: "title d1") text d1\n</tool_response>\n<tool_response>\n'
+    'Doc 1(Title: "title d2") te\n</tool_response>\n<|assistant|>\n'
+)
+
+
+@pytest.fixture
+def tool_calls(tmp_path):
+    """A trajectory with tool calls, on disk: the file, and the group."""
+    called = replace(search("a b c", "d1", "d2"), calls=CALLS, observation_text=TOOL_REPLY)
+    thought = replace(answer(""), kind="unfinished", stop_reason="length", flaw="The turn was cut.")
+    closed = replace(thought, observation_ids=tokens(8), observation_text="\n</think>\n\n")
+    flawed = replace(called, flaw="Text stands behind the call: end the turn there.")
+    many = [
+        Trajectory(QUESTION, tokens(1), turns, number, opening="<think>\n", protocol="tool_calls")
+        for number, turns in enumerate(([called, closed, answer("Ann")], [flawed, answer("Bob")]))
+    ]
+    groups = score_groups([Group(QUESTION, many)], CONFIG.reward, np.random.default_rng(0))
+    result = compute_advantages(groups, CONFIG.advantage)
+    RolloutWriter(tmp_path, CONFIG, 1).write(1, groups, result.credits, [[None, None]], 0)
+    return find_step(tmp_path, 1), groups[0]
+
+
+def test_record_keeps_tool_calls(tool_calls):
+    path, group = tool_calls
+    step = read_step(path)
+    kept = step.groups[0].trajectories
+    for trajectory, original in zip(kept, group.trajectories, strict=True):
+        assert (trajectory.protocol, trajectory.opening) == ("tool_calls", "<think>\n")
+        assert [turn.calls for turn in trajectory.turns] == [turn.calls for turn in original.turns]
+        assert [turn.flaw for turn in trajectory.turns] == [turn.flaw for turn in original.turns]
+    assert [kept[0].opening_of(number) for number in range(3)] == ["<think>\n", "<think>\n", ""]
+    assert [trajectory.format_valid for trajectory in kept] == [True, False]
+    assert format_flaw(kept[1]) == "turn 1: Text stands behind the call: end the turn there"
+    again = score_again(step, kept_config(step, path), np.random.default_rng(0))
+    assert [trajectory.format_valid for trajectory in again[0][0].trajectories] == [True, False]
+    assert equal_turns(step.credits, again[1].credits, rounding=0) == (5, 5)
+
+
+def test_page_shows_tool_calls_and_the_documents_of_each(tool_calls):
+    path, _ = tool_calls
+    rows = read_columns(path).to_pylist(maps_as_pydicts="strict")
+    pieces = SimpleNamespace(text=str, pieces=list)
+    shown = page_transcript(rows, pieces, CONFIG.advantage, shared_fields(read_metadata(path)))
+    turn = shown["trajectories"][0]["turns"][0]
+    assert turn["calls"] == ['search(query="e f?", n=[1, 2.5])', 'weather(place="Zürich")']
+    parts = turn["observation"]
+    assert "".join(part["text"] for part in parts) == TOOL_REPLY
+    assert [part["document"] for part in parts] == [None, 0, None, 1, None]
+    assert parts[3]["text"] == 'Doc 1(Title: "title d2") te'
+
+
+def test_metrics_count_tool_calls(tool_calls):
+    _, group = tool_calls
+    metrics = trajectory_metrics([group])
+    assert (metrics["rollout/calls"], metrics["rollout/parallel_calls"]) == (2, 1)
+    assert (metrics["rollout/closed_thoughts"], metrics["rollout/truncated"]) == (0.5, 0)

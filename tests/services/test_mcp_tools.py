@@ -12,6 +12,7 @@ from mcp_calls import call_in_one_connection
 from calibadv_jax.config import Config, McpConfig, ToolConfig
 from calibadv_jax.contrib import mcp_tools
 from calibadv_jax.core.errors import ActionRefused, RequestFailed, UserError
+from calibadv_jax.core.tool_calls import check_schema
 from calibadv_jax.core.trajectory import Document
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.services import http_client
@@ -35,6 +36,14 @@ def test_servers_tools_are_actions(server):
     assert set(actions) >= {"weather", "add", "slow_one"}  # a tag has no hyphen
     assert actions["weather"].argument == "city" and actions["large"].may_be_empty
     assert actions["add"].argument == '{"left": integer, "right": integer}'
+    schema = actions["add"].schema()
+    assert schema.parameters["required"] == ["left", "right"]
+    assert {name: part["type"] for name, part in schema.parameters["properties"].items()} == {
+        "left": "integer",
+        "right": "integer",
+    }
+    check_schema(schema, "tools")
+    assert actions["add"].parse_arguments({"left": 2, "right": 3}) == {"left": 2, "right": 3}
     plain, as_json = call_in_one_connection(config, actions["weather"], "Rome", '{"city": "Oslo"}')
     assert (plain.text, as_json.text) == ("sunny in Rome", "sunny in Oslo")
     bodies = ('{"left": 2, "right": 3}', '{"left": -1, "right": 3}', '{"left": "x"}', '{"left": "\\ud800"}')

@@ -93,14 +93,16 @@ class Served:
 
 
 @contextmanager
-def served(token="", slots=2, queue=1, seconds=60.0) -> Iterator[Served]:
+def served(token="", slots=2, queue=1, seconds=60.0, context=None) -> Iterator[Served]:
+    """An agent behind HTTP; by default one that writes tags."""
     from calibadv_jax.contrib.serving.app import Service, serving  # needs packages that test_ask does not
 
     sampler, shelf = Script(), Shelf()
     prompt = PromptConfig(template="short", chat="off")
     limits = RolloutConfig(temperature=0.0, max_searches=2, max_prompt_length=100, max_turn_length=500)
+    context = context or RolloutContext(sampler, shelf, Letters(), limits, prompt)
     with (
-        Rollouts(RolloutContext(sampler, shelf, Letters(), limits, prompt), 0) as rollouts,
+        Rollouts(context, 0) as rollouts,
         bind("127.0.0.1", 0) as listener,
     ):
         service = Service(rollouts, MODEL, slots, queue, seconds)

@@ -120,6 +120,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "search", "arguments
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "Ann"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {}}}
+FOREIGN = {"type": "function", "function": {"name": "fly", "parameters": {}}}
 REFUSED = [  # fields of the request, the field that the message names, words of it
     ({"messages": [USER, ANSWERED]}, "messages.1", "must be the user's question"),
     ({"messages": [USER, CALLING, RESULT]}, "messages.2", "results of tools are not taken"),
@@ -142,8 +143,8 @@ REFUSED = [  # fields of the request, the field that the message names, words of
     ({"messages": [as_role([{"type": "text"}])]}, "messages.0.content.0.text", "must be a string"),
     ({"n": 2}, "n", "must be 1"),
     ({"n": True}, "n", "must be 1"),
-    ({"tools": [TOOL]}, "tools", "uses its own tools, and cannot call those of a request"),
-    ({"tools": [TOOL], "tool_choice": "auto"}, "tools", 'set tool_choice to "none"'),
+    ({"tools": [FOREIGN]}, "tools", "uses its own tools (search), and cannot call those of a request"),
+    ({"tools": [FOREIGN], "tool_choice": "auto"}, "tools", 'set tool_choice to "none"'),
     ({"tools": None, "functions": [{"name": "f"}]}, "functions", "uses its own tools"),
     ({"tools": {}}, "tools", "must be a list"),
     ({"response_format": {"type": "json_object"}}, "response_format", "answers in plain text"),

@@ -177,6 +177,22 @@ def test_export_has_the_tokenizer_and_its_chat_template(run, tmp_path):
     assert exported.apply_chat_template([{"content": "who"}], tokenize=False) == "[who]"
 
 
+def test_export_of_a_policy_with_tool_calls(run, tmp_path):
+    """The chat template goes along, readers stop at the end of a turn, the card says how to call."""
+    config, _ = run
+    tokenizer = build_word_tokenizer(has_tool_calls=True)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path / "run/policy")
+    export(changed(config, rollout={"protocol": "tool_calls"}, reward={"answer_from": "box"}))
+    template = (tmp_path / "run/policy/chat_template.jinja").read_bytes()
+    assert (tmp_path / "hf/chat_template.jinja").read_bytes() == template
+    ends = json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in ends and len(ends) == 2
+    _, card = card_of(tmp_path / "hf")
+    assert "apply_chat_template" in card and "`search`" in card and "<search>" not in card
+    assert "in \\boxed{}." in card and "    {question}" in card
+
+
 def test_command_exports_the_whole_policy_unless_asked_for_adapters(run, tmp_path, monkeypatch, capsys):
     config, _ = run
     asked = []

@@ -64,6 +64,9 @@ class RewardConfig(Section):
     """Further arguments of your own function in `answer`, by name: {cost: 0.2}. With several functions of
     your own: the arguments of each, by the function's name: {short_way: {cost: 0.2}}."""
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
+    answer_from: Annotated[Literal["auto", "tag", "whole", "box"], Mark.COLD_START] = "auto"
+    """Where the answer stands. tag: inside <answer>; with rollout.protocol=tool_calls also whole: the whole
+    message without a call, and box: inside its last \\boxed{}. auto: tag for tags, whole for tool_calls."""
     format: bool = True
     """Multiply the answer reward by format validity (0 or 1)."""
     evidence: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 0.0

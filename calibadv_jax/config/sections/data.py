@@ -11,6 +11,18 @@ from pydantic.dataclasses import dataclass
 from calibadv_jax.config.sections.section import SECTION, Mark, Section
 from calibadv_jax.core.tags import OPEN_THINK
 
+# The built-in template that is on by default.
+DEFAULT_TEMPLATE = "paper"
+# The value of prompt.template for prompts that stand in the data.
+FROM_DATA = "from_data"
+# Places of prompt.user and prompt.system that are filled in.
+QUESTION_PLACE = "{question}"
+ANSWER_FORMAT_PLACE = "{answer_format}"
+SYSTEM_PROMPT = (
+    "Answer the question of the user. Use the tools to find what you do not know for certain; use them again"
+    " until you have all that you need. {answer_format}"
+)
+
 
 @dataclass(frozen=True, config=SECTION)
 class ColumnsConfig:
@@ -74,12 +86,17 @@ class DataConfig(Section):
 class PromptConfig(Section):
     """The prompt that a question is put into."""
 
-    template: str = "paper"
+    template: str = DEFAULT_TEMPLATE
     """Built-in template (paper, short), a text with {question}, or from_data: the prompt of each row."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Wrap the prompt in the tokenizer's chat template; auto: if the tokenizer has a template."""
     question_mark: bool = False
     """End every question with a question mark, as the data preparation of Search-R1 and CalibAdv does."""
+    system: str = SYSTEM_PROMPT
+    """rollout.protocol=tool_calls: text of the system message; {answer_format} is replaced by a sentence that
+    says how to answer (reward.answer_from). Empty: no system message."""
+    user: str = QUESTION_PLACE
+    """rollout.protocol=tool_calls: text of the user's message, with {question}."""
     prepend_think: bool = False
     """Begin every turn with <think>, unless the prompt or chat template opens it already."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -94,7 +111,9 @@ class PromptConfig(Section):
         return OPEN_THINK if self.prepend_think else ""
 
     def _faults(self) -> Iterator[str]:
-        for name in ("messages", "conversation", "tokenize", "add_generation_prompt"):
+        if QUESTION_PLACE not in self.user:
+            yield f"user is {self.user!r}, but must contain {QUESTION_PLACE}"
+        for name in ("messages", "conversation", "tools", "tokenize", "add_generation_prompt"):
             if name in self.chat_template_kwargs:
                 yield f"chat_template_kwargs may not hold {name!r}: leave it out"
         for name in ("date_string", "strftime_now"):

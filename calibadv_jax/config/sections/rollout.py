@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -14,6 +14,12 @@ from calibadv_jax.core.user_functions import is_address
 # Actions that the retrieval service answers.
 RETRIEVER_ACTIONS = ("search", "access")
 USER_TOOL = "my_package.my_module:Tool"
+USER_FORMAT = "my_package.my_module:Format"
+# Protocols of the turns: this project's tags, or the tool calls of the tokenizer's chat template.
+TAGS: Final = "tags"
+TOOL_CALLS: Final = "tool_calls"
+# Formats of tool calls that `protocols.formats` reads and writes.
+FORMATS = ("hermes", "qwen_xml", "llama_json", "mistral", "gpt_oss", "schema")
 
 
 @dataclass(frozen=True, config=SECTION)
@@ -34,6 +40,9 @@ class RolloutConfig(Section):
     """Largest number of tokens of an observation; longer observations are cut before the closing tag."""
     max_length: PositiveInt = 16384
     """Largest number of tokens of prompt and response together."""
+    protocol: Annotated[Literal["tags", "tool_calls"], Mark.COLD_START] = "tags"
+    """How the policy acts and answers. tags: <search> and <answer>; tool_calls: in the tool-call format of
+    the tokenizer's chat template, see the section tool_calls."""
     on_invalid: Literal["end", "retry"] = "end"
     """After a turn that neither acts nor answers the trajectory ends (CalibAdv), or goes on (Search-R1)."""
     temperature: Annotated[NonNegativeFloat, Mark.NO_ANSWER] = 1.0
@@ -64,6 +73,30 @@ class RolloutConfig(Section):
             yield (
                 f"max_prompt_length is {self.max_prompt_length}, "
                 f"but must be below max_length ({self.max_length})"
+            )
+
+
+@dataclass(frozen=True, config=SECTION)
+class ToolCallsConfig(Section):
+    """The tool calls of the policy, if rollout.protocol is tool_calls."""
+
+    format: Annotated[str, Field(json_schema_extra={"enum": ["auto", *FORMATS, USER_FORMAT]})] = "auto"
+    """Form in which the policy writes calls. auto: the one that the chat template writes; schema: the
+    response template that the tokenizer itself carries; package.module:Class: a format of your own."""
+    history: Literal["keep", "refuse"] = "keep"
+    """Chat templates that write earlier messages differently later, as Qwen3's drops earlier thoughts. keep:
+    what was sampled stays as it is; refuse: the run does not start."""
+    max_calls: PositiveInt = 8
+    """Largest number of calls in one turn; a turn with more is invalid. They are executed together."""
+    max_thinking_tokens: NonNegativeInt = 0
+    """Largest number of tokens of a turn's thought; then the environment closes the thought. 0: no limit but
+    rollout.max_turn_length."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.format not in ("auto", *FORMATS) and not is_address(self.format):
+            yield (
+                f"format is {self.format!r}: must be one of auto, {', '.join(FORMATS)}, "
+                f"or a class of your own as {USER_FORMAT}"
             )
 
 

@@ -21,17 +21,12 @@ from calibadv_jax.config.kept import newest_start
 from calibadv_jax.config.trust import Trust, add_flag
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.tags import (
-    CLOSE_INFORMATION,
-    FIRST_DOCUMENT,
-    OPEN_INFORMATION,
-    to_printable_line,
-    well_formed,
-)
+from calibadv_jax.core.tags import FIRST_DOCUMENT, to_printable_line, well_formed
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.metrics.shown_steps import LONGEST_LINE, answer_line, document_line, truncate, turn_lines
 from calibadv_jax.rollout.agent import run_trajectory
+from calibadv_jax.rollout.protocol import TurnProtocol
 from calibadv_jax.rollout.runner import Rollouts
 from calibadv_jax.run.model import PolicySource, build_model, find_policy, has_tokenizer
 from calibadv_jax.run.wiring import open_rollouts
@@ -102,7 +97,7 @@ def answer(rollouts: Rollouts, name: str, text: str, say: Say) -> Trajectory:
             for line in turn_lines(turn.kind, turn.think, turn.query, turn.text):
                 say(line)
             return
-        words = to_printable_line(observed_words(turn))
+        words = to_printable_line(observed_words(turn, rollouts.context.protocol))
         if words:
             say(truncate(f"        {words}", LONGEST_LINE))
         for position, document in enumerate(turn.documents, 1):
@@ -189,7 +184,8 @@ def for_people(config: Config, folder: str, slots: int) -> Config:
     """Return the config for questions of people.
 
     Logs go into `folder`, `slots` questions are sampled together, a retriever that does not answer is
-    waited for briefly, and no judge is asked, because there is no golden answer.
+    waited for briefly, and no judge is asked, because there is no golden answer. Answers stand where the
+    policy has learned to write them.
     """
     patience = min(config.retriever.patience, _PATIENCE)
     return replace(
@@ -197,7 +193,7 @@ def for_people(config: Config, folder: str, slots: int) -> Config:
         run=replace(config.run, dir=folder),
         sampler=replace(config.sampler, slots=slots),
         retriever=replace(config.retriever, patience=patience),
-        reward=RewardConfig(),
+        reward=RewardConfig(answer_from=config.reward.answer_from),
     )
 
 
@@ -239,11 +235,14 @@ async def run_question(
     return await run_trajectory(context, question, 0, seed, session or name)
 
 
-def observed_words(turn: Turn) -> str:
-    """Return the text that a turn's observation shows, without its documents."""
-    _, _, after_opening = turn.observation_text.partition(OPEN_INFORMATION)
-    shown, _, _ = after_opening.rpartition(CLOSE_INFORMATION)
-    if not turn.documents:
-        return shown
-    words, _, _ = shown.partition(FIRST_DOCUMENT)
-    return words
+def observed_words(turn: Turn, protocol: TurnProtocol) -> str:
+    """Return the text that a turn's observation shows, without its documents.
+
+    Args:
+        turn: The turn with its observation.
+        protocol: The protocol of the turn.
+    """
+    replies = protocol.reply_texts(turn)
+    if turn.documents:
+        replies = [reply.partition(FIRST_DOCUMENT)[0] for reply in replies]
+    return "\n".join(reply for reply in replies if reply.strip())

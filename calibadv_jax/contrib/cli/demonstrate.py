@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from calibadv_jax.commands.sft import demonstration_length
+from calibadv_jax.commands.demonstration_encoder import make_encoder
+from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder
 from calibadv_jax.config import Config
 from calibadv_jax.config.kept import refuse_other_run
 from calibadv_jax.contrib.cli.prepare_data import count_rows, question_key
@@ -33,14 +34,12 @@ from calibadv_jax.contrib.support_search import (
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.neutraliser import Neutraliser
-from calibadv_jax.core.tags import SEARCH_GRAMMAR, Grammar, format_documents
+from calibadv_jax.core.tags import SEARCH_GRAMMAR
 from calibadv_jax.core.trajectory import Document, Question
 from calibadv_jax.data.demonstrations import Demonstration, DemoTurn, demonstration_row
 from calibadv_jax.data.questions import load_questions
 from calibadv_jax.metrics.console import Console, table
-from calibadv_jax.rollout.actions import SearchAction, grammar_of
-from calibadv_jax.rollout.observation import Observations, encode, make_neutraliser
-from calibadv_jax.rollout.prompts import open_prompt
+from calibadv_jax.rollout.actions import SearchAction
 from calibadv_jax.run.configured_actions import make_actions
 from calibadv_jax.run.model import build_model
 from calibadv_jax.services.retriever_process import open_retriever
@@ -55,6 +54,7 @@ CAUSES = {
 }
 MAX_QUOTE = 40  # largest number of words of a passage that a thought quotes
 STRIDE = 10  # words between the beginnings of two quotes from a sentence longer than MAX_QUOTE
+_TAGS = Neutraliser(SEARCH_GRAMMAR)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
@@ -73,23 +73,14 @@ def run(config: Config) -> None:
         raise UserError("retriever.corpus is empty: set it to the file of the passages with their titles")
     refuse_other_run(Path(output), "sft.demonstrations", Path(config.run.dir))
     actions = make_actions(config) or (SearchAction(),)
-    grammar = grammar_of(actions)
-    search_actions = [action for action in actions if action.name == SearchAction.name]
-    if not search_actions:
+    if SearchAction.name not in [action.name for action in actions]:
         raise UserError("tools has no search, and it is searches that are demonstrated: put it into tools")
     tokenizer = build_model(config, config.sft.init_from or config.policy.path).tokenizer
+    encoder = make_encoder(config, tokenizer)
     questions = load_questions(config.data.train, config.data.columns)
     supporting_ids = {name for question in questions for name in question.supporting_ids}
     passages = read_passages(corpus, supporting_ids)
     find = find_varied_support if config.sft.first_query == "varied" else find_support
-    observations = Observations(tokenizer, config.rollout.max_observation_length, config.prompt.opening)
-    observations = observations.for_action(search_actions[0])
-    neutraliser = make_neutraliser(tokenizer, actions)
-
-    def shown_to_policy(documents: Sequence[Document]) -> str:
-        listed = format_documents(neutraliser.neutralise_documents(documents))
-        _, text = observations.information(listed)
-        return text
 
     async def attempt(question: Question, search: SearchFunction) -> Demonstration | str:
         """Return the demonstration of a question, or the cause why there is none."""
@@ -100,10 +91,10 @@ def run(config: Config) -> None:
         lookups = await find(question, passages, search, config.rollout.max_searches)
         if not lookups:
             return "not found"
-        result = demonstrate(question, lookups, shown_to_policy, grammar)
+        result = demonstrate(question, lookups, encoder.shown_documents, encoder.turn_neutraliser)
         if isinstance(result, str):
             return result
-        key = _exceeded_limit(result, config, tokenizer)
+        key = _exceeded_limit(result, config, encoder)
         return f"longer than {key}" if key else result
 
     with (
@@ -145,17 +136,15 @@ def _outcomes_table(questions: Sequence[Question], outcomes: Sequence[str]) -> s
     return table(count_rows(counts, columns), ["data source", *columns])
 
 
-def _exceeded_limit(demonstration: Demonstration, config: Config, tokenizer: Any) -> str:
+def _exceeded_limit(demonstration: Demonstration, config: Config, encoder: DemonstrationEncoder) -> str:
     """Return the key of the first limit that the demonstration exceeds; "" if it exceeds none."""
     rollout = config.rollout
-    actions = make_actions(config)
-    prompt, _ = open_prompt(demonstration.question, tokenizer, config.prompt, sys.maxsize, actions)
-    if len(prompt) > rollout.max_prompt_length:  # checked first: demonstration_length refuses such prompts
+    prompt, _ = encoder.protocol.open_prompt(demonstration.question, sys.maxsize)
+    if len(prompt) > rollout.max_prompt_length:  # checked first: the encoder refuses such prompts
         return "rollout.max_prompt_length"
-    longest_turn = max(len(encode(tokenizer, turn.text)) for turn in demonstration.turns)
-    if longest_turn > rollout.max_turn_length:
+    if max(encoder.turn_lengths(demonstration)) > rollout.max_turn_length:
         return "rollout.max_turn_length"
-    length = demonstration_length(demonstration, config, tokenizer)
+    length = encoder.length(demonstration)
     if length > rollout.max_length:
         return "rollout.max_length"
     if length > config.sft_row_length:
@@ -167,7 +156,7 @@ def demonstrate(
     question: Question,
     lookups: Sequence[Lookup],
     shown: Callable[[Sequence[Document]], str],
-    grammar: Grammar = SEARCH_GRAMMAR,
+    neutraliser: Neutraliser = _TAGS,
 ) -> Demonstration | str:
     """Write the demonstration of a question: searches, thoughts that quote documents, and the answer.
 
@@ -175,13 +164,13 @@ def demonstrate(
         question: the question, with its golden answers.
         lookups: the searches, in order.
         shown: returns documents as the policy is shown them, perhaps cut off.
-        grammar: tags of the actions, which are removed from queries, quotes and answer.
+        neutraliser: removes markup of the protocol from queries, quotes and answer.
 
     Returns:
         The demonstration, or a key of CAUSES where there is none.
     """
 
-    clean = Neutraliser(grammar).neutralise
+    clean = neutraliser.neutralise
     first_query = lookups[0].query if lookups else question.text
     if question.text in first_query:
         thought = "I have to look this up."

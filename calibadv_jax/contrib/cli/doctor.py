@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 from calibadv_jax.config import Config
+from calibadv_jax.config.sections.data import FROM_DATA
 from calibadv_jax.config.sections.policy import REMAINING_DEVICES
+from calibadv_jax.config.sections.rollout import TOOL_CALLS
 from calibadv_jax.contrib import teacher as teaching
 from calibadv_jax.contrib.judge import JudgeClient
 from calibadv_jax.contrib.planning.hardware import check_rows
@@ -28,11 +30,10 @@ from calibadv_jax.data.pipeline import check_questions as check_fit
 from calibadv_jax.data.questions import answer_warnings, load_questions
 from calibadv_jax.metrics.console import Console
 from calibadv_jax.policy.adapters import Adapters
-from calibadv_jax.rollout.actions import grammar_of
-from calibadv_jax.rollout.observation import encode
-from calibadv_jax.rollout.prompts import FROM_DATA, drop_overlong, open_prompt, prompt_lengths, template_text
+from calibadv_jax.rollout.prompts import drop_overlong, template_text
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import check_tags, make_actions
+from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.model import Model, build_model, find_folder
 from calibadv_jax.run.wiring import impatient
 from calibadv_jax.sampler.rollout_workers import find_workers
@@ -134,12 +135,11 @@ def check_policy(config: Config) -> list[str]:
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     lines = [f"mesh {dict(model.mesh.shape)}"]
     # The tags come before the tensors: an action that cannot be made is reported first.
-    tags = grammar_of(make_actions(config)).tags
+    protocol = configured_protocol(config, model.tokenizer)
     faults = Faults()
     with faults.collected():
         lines += weight_lines(config, model)
-    token_counts = [f"{tag} {len(encode(model.tokenizer, tag))}" for tag in tags]
-    lines.append(f"tokens of each tag: {', '.join(token_counts)}")
+    lines += protocol.diagnose()
     with faults.collected():
         lines += prompt_lines(config, model.tokenizer)
     with faults.collected():
@@ -161,19 +161,19 @@ def weight_lines(config: Config, model: Model) -> list[str]:
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
     """Return the number of overlong prompts, unless these are to be refused, and a long prompt that fits."""
-    actions = make_actions(config)
+    protocol = configured_protocol(config, tokenizer)
     limit = config.rollout.max_prompt_length
     lines = []
-    check_tags(actions, tokenizer)
+    check_tags(make_actions(config), tokenizer)
     for key in ("train", "eval"):
         questions = load_questions(getattr(config.data, key), config.data.columns)
-        lengths = prompt_lengths(questions, tokenizer, config.prompt, limit, actions)
+        lengths = protocol.prompt_lengths(questions, limit)
         kept, overlong = drop_overlong(questions, lengths, limit, config.data.overlong_prompts, f"data.{key}")
         if overlong:
             lines.append(f"warning: {overlong}")
     # The second pass of the loop leaves the questions of data.eval in `kept`.
     longest = max(kept, key=lambda question: len(question.text))
-    ids, _ = open_prompt(longest, tokenizer, config.prompt, limit, actions)
+    ids, _ = protocol.open_prompt(longest, limit)
     lines.append(
         f"the prompt of data.eval's longest question has {len(ids)} of {limit} tokens:"
         f" {tokenizer.decode(ids)!r}"
@@ -279,6 +279,8 @@ async def _judge_both(judge: JudgeClient, question: Question, right: str) -> tup
 
 def check_prompt(config: Config) -> list[str]:
     """Check that there is a prompt template of the name."""
+    if config.rollout.protocol == TOOL_CALLS and config.prompt.template != FROM_DATA:
+        return ["prompt.system and prompt.user, for tool calls"]
     if config.prompt.template != FROM_DATA:
         template_text(config.prompt.template)  # refuses an unknown name
     return [f"template {config.prompt.template}"]

@@ -44,7 +44,7 @@ def run(config: Config) -> None:
 
     with locked_run(Path(config.run.dir), console.warn):
         console.heading(f"{_stage(1)}: world of {config.world.train_questions} training questions")
-        write_world(config.world)
+        write_world(config.world, config.rollout.protocol)
         lap("world")
         console.heading(f"{_stage(2)}: cold start, supervised on demonstrations")
         if (Path(config.sft.output) / "config.json").is_file():

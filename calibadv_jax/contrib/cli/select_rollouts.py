@@ -5,23 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from calibadv_jax.config import RewardConfig
+from calibadv_jax.config.sections.rollout import RETRIEVER_ACTIONS, TOOL_CALLS
 from calibadv_jax.contrib.arguments import number
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.files import write_jsonl
 from calibadv_jax.core.locking import locked_output
-from calibadv_jax.core.tags import CLOSE_INFORMATION, FIRST_DOCUMENT, OPEN_INFORMATION, with_opening_tag
+from calibadv_jax.core.tags import (
+    CLOSE_INFORMATION,
+    FIRST_DOCUMENT,
+    NOTHING_FOUND,
+    OPEN_INFORMATION,
+    with_opening_tag,
+)
 from calibadv_jax.metrics.console import Console, table
 from calibadv_jax.rewards.evidence import max_score
-from calibadv_jax.rollout_store.reader import read_columns, read_metadata
+from calibadv_jax.rollout_store.reader import calls_of_turn, read_columns, read_metadata
 from calibadv_jax.rollout_store.schema import kept_steps
 
+UNWRITABLE = "calls that turns in tags cannot say"
 RecordRow = dict[str, Any]  # a row of rollouts/step_N.parquet, or a turn of it
 # Columns that are copied into the demonstration.
 QUESTION = ["question", "golden_answers", "data_source", "supporting_ids"]
@@ -101,21 +109,27 @@ def _good_rows(folder: Path, min_score: float | None, counts: Counter[str]) -> I
     if not files:
         raise UserError(f"{folder}: no rollouts/step_N.parquet; give a run with log.rollouts=parquet")
     for path in files.values():
-        reward = _reward_config(path)
+        metadata = read_metadata(path)
+        reward = _reward_config(metadata)
         if reward.shuffle:
             raise UserError(f"{path}: its scores were permuted by reward.shuffle; give other runs")
+        has_calls = metadata.get("protocol") == TOOL_CALLS
         rows = read_columns(path, COLUMNS).to_pylist()
         verdicts = [_verdict(row, reward, min_score) for row in rows]
         good = [index for index, verdict in enumerate(verdicts) if verdict == "good"]
         turns = read_columns(path, ["turns"]).take(pa.array(good, pa.int64())).to_pylist()
-        counts.update(verdicts)
         for index, turns_of_row in zip(good, turns, strict=True):
-            yield rows[index] | turns_of_row
+            row = rows[index] | turns_of_row
+            if has_calls and not all(map(_is_in_tags, row["turns"])):
+                verdicts[index] = UNWRITABLE
+                continue
+            yield row | {"has_calls": has_calls}
+        counts.update(verdicts)
 
 
-def _reward_config(path: Path) -> RewardConfig:
+def _reward_config(metadata: Mapping[str, str]) -> RewardConfig:
     """Return the reward section of a kept step's config; unchecked, because older runs had other keys."""
-    config = json.loads(read_metadata(path).get("config", "{}"))
+    config = json.loads(metadata.get("config", "{}"))
     reward = RewardConfig()
     vars(reward).update(config.get("reward", {}))
     return reward
@@ -145,16 +159,52 @@ def _best(candidates: list[Candidate], limit: int) -> list[Candidate]:
 
 def demonstration(row: RecordRow) -> dict[str, Any]:
     """Return a row of the file that `data.demonstrations.load_demonstrations` reads."""
-    turns = [{"text": with_opening_tag(turn["text"]), **_observation(turn)} for turn in row["turns"]]
+    if row.get("has_calls"):
+        turns = [_turn_in_tags(turn) for turn in row["turns"]]
+    else:
+        turns = [{"text": with_opening_tag(turn["text"]), **_observation(turn)} for turn in row["turns"]]
     question = {name: row[name] for name in QUESTION}
     return {"id": row["question_id"], **question, "turns": turns}
 
 
-def _observation(turn: RecordRow) -> dict[str, Any]:
-    """Return the documents or the text of the observation, or both where an action returned both."""
+def _is_in_tags(turn: RecordRow) -> bool:
+    """Return whether tags can say a turn: an answer, or one call and what it brought."""
+    if turn["kind"] == "answer":
+        return True
+    calls = calls_of_turn(turn)
+    if len(calls) != 1 or len(calls[0].arguments) != 1 or turn["is_refused"]:
+        return False
+    if turn["documents"]:
+        # Text before the documents, as of a tool that returns both, would be lost.
+        return turn["kind"] in RETRIEVER_ACTIONS
+    return turn["kind"] == "search" and NOTHING_FOUND in turn["observation_text"]
+
+
+def _turn_in_tags(turn: RecordRow) -> dict[str, Any]:
+    """Return a turn with tool calls as a turn in tags, which serves both protocols."""
+    thought = f"<think> {turn['think'].strip()} </think>\n" if turn["think"].strip() else ""
+    if turn["kind"] == "answer":
+        return {"text": f"{thought}<answer> {turn['answer']} </answer>"}
+    (call,) = calls_of_turn(turn)
+    (argument,) = call.arguments.values()
+    observation = "" if turn["documents"] else NOTHING_FOUND
+    return {
+        "text": f"{thought}<{call.name}> {argument} </{call.name}>",
+        "documents": _documents(turn),
+        "observation": observation,
+    }
+
+
+def _documents(turn: RecordRow) -> list[dict[str, str]]:
     documents = []
     for document in turn["documents"]:
         documents.append({"id": document["id"], "title": document["title"], "text": document["text"]})
+    return documents
+
+
+def _observation(turn: RecordRow) -> dict[str, Any]:
+    """Return the documents or the text of the observation, or both where an action returned both."""
+    documents = _documents(turn)
     _, _, after_opening = turn["observation_text"].partition(OPEN_INFORMATION)
     shown, _, _ = after_opening.rpartition(CLOSE_INFORMATION)
     words, header, _ = shown.partition(FIRST_DOCUMENT)

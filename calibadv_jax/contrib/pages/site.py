@@ -22,7 +22,7 @@ from calibadv_jax.contrib.pages.static_page import render_groups
 from calibadv_jax.contrib.pages.transcript import Pieces, RecordRow, transcript
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.trajectory import NO_ACTIONS
-from calibadv_jax.rollout_store.reader import opening_and_actions, read_columns, read_metadata
+from calibadv_jax.rollout_store.reader import read_columns, read_metadata, shared_fields
 from calibadv_jax.rollout_store.schema import kept_steps, run_name
 
 # Flags of a trajectory, each a bit: the first one has the value 1. static/records.js has the same order.
@@ -195,8 +195,7 @@ class Site:
         metadata = self._metadata()
         config = AdvantageConfig()
         vars(config).update(json.loads(metadata["advantage"]))  # unchecked: older runs had other keys, values
-        opening, actions = opening_and_actions(metadata)
-        return transcript(rows, self._pieces, config, opening, actions)
+        return transcript(rows, self._pieces, config, shared_fields(metadata))
 
 
 def _read_table(file: StepFile) -> pa.Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -21,9 +22,10 @@ from calibadv_jax.config import AdvantageConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.registry import ESTIMATORS
 from calibadv_jax.core.tags import CLOSE_INFORMATION
+from calibadv_jax.core.tool_calls import readable_call
 from calibadv_jax.core.trajectory import NO_ACTIONS, Group, Trajectory
 from calibadv_jax.rewards.score import format_flaw, turn_flaws
-from calibadv_jax.rollout_store.reader import from_rows
+from calibadv_jax.rollout_store.reader import SharedFields, calls_of_turn, from_rows
 
 RecordRow = dict[str, Any]  # a trajectory, or a turn of it, by the columns of rollout_store.schema
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that do not make a character (yet)
@@ -112,8 +114,7 @@ def transcript(
     rows: Sequence[RecordRow],
     pieces: Pieces,
     config: AdvantageConfig,
-    opening: str,
-    actions: tuple[str, ...],
+    shared: SharedFields,
 ) -> dict[str, Any]:
     """Return a group in JSON's types.
 
@@ -121,12 +122,11 @@ def transcript(
         rows: all trajectories of the group, with all columns.
         pieces: cuts the text of the run's tokens.
         config: section `advantage` of the run's config.
-        opening: text before the first turn; see `opening_and_actions`.
-        actions: names of the run's actions.
+        shared: what all trajectories of the run share; see `reader.shared_fields`.
     """
     first = rows[0]
     facts = _facts(rows, config)
-    groups, *_ = from_rows(rows, opening, actions)
+    groups, *_ = from_rows(rows, shared)
     (group,) = groups
     explanation = WORDS.group(facts, config, first["silver"])
     trajectories = []
@@ -190,6 +190,7 @@ def _turns(
     facts = {"variants": variant_keys(asdict(config))}
     last = last_non_empty([turn["token_ids"] for turn in row["turns"]])
     for index, (turn, flaw) in enumerate(zip(row["turns"], flaws, strict=True)):
+        calls = calls_of_turn(turn)
         documents = [_document(document, row, turn, seen_ids) for document in turn["documents"]]
         seen_ids |= {document["id"] for document in documents}
         # No sampler wrote the tokens of a demonstration: the policy's own probabilities are shown.
@@ -200,11 +201,12 @@ def _turns(
         turns.append(
             {
                 **{name: turn[name] for name in _TURN},
+                "calls": [readable_call(call) for call in calls],
                 "ids": turn["token_ids"],
                 "pieces": pieces.pieces(turn["token_ids"]),
                 "logprobs": _rounded(logprobs),
                 "learner_logprobs": _rounded(learner_logprobs),
-                "observation": observation_parts(turn["observation_text"], len(documents)),
+                "observation": _observation(turn, len(calls), documents),
                 "num_observation_tokens": len(turn["observation_ids"]),
                 "documents": documents,
                 # Empty where the explanation of the group covers the turn.
@@ -260,6 +262,44 @@ def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
     if values is None:
         return None
     return [round(value, 4) if math.isfinite(value) else None for value in values]
+
+
+def _observation(
+    turn: RecordRow, num_calls: int, documents: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the parts of a turn's observation, see `observation_parts` and `reply_parts`."""
+    text = turn["observation_text"]
+    if num_calls:
+        return reply_parts(text, documents)
+    return observation_parts(text, len(documents))
+
+
+def reply_parts(text: str, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Split the environment's reply to tool calls into its documents and the text around them.
+
+    The documents of each call are numbered from 1, and the chat template writes around each reply.
+
+    Args:
+        text: the reply.
+        documents: the documents of all calls, in order, with "title" and "text".
+
+    Returns:
+        The parts as `observation_parts` returns them. A document that was cut has its beginning; one that is
+        not shown at all has no part.
+    """
+    parts: list[dict[str, Any]] = []
+    position = 0
+    for index, document in enumerate(documents):
+        header = re.compile(rf'Doc \d+\(Title: "{re.escape(document["title"])}"\) ?')
+        match = header.search(text, position)
+        if match is None:
+            continue
+        shown = os.path.commonprefix([text[match.end() :], document["text"]])
+        parts.append({"text": text[position : match.start()], "document": None})
+        position = match.end() + len(shown)
+        parts.append({"text": text[match.start() : position], "document": index})
+    parts.append({"text": text[position:], "document": None})
+    return [part for part in parts if part["text"]]
 
 
 def observation_parts(text: str, num_documents: int | None = None) -> list[dict[str, Any]]:

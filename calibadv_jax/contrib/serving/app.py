@@ -135,10 +135,11 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
 def make_app(service: Service) -> Starlette:
     """Return the app with all routes, without its guard."""
     contents = {path.name: path.read_bytes() for path in FILES}
+    protocol = service.rollouts.context.protocol
 
     async def reply_to(http: Request, request: ChatRequest, kind: type[ChatReply]) -> Response:
         request = service.fitted(request)
-        reply = kind(request, service.rollouts.context.grammar)
+        reply = kind(request, protocol)
         turns = service.answer(request)
         if not request.stream:
             return JSONResponse(await _while_connected(http, reply.whole(turns)))
@@ -151,11 +152,11 @@ def make_app(service: Service) -> Starlette:
         )
 
     async def chat(http: Request) -> Response:
-        request = parse_chat(await _body(http), service.model)
+        request = parse_chat(await _body(http), service.model, protocol.action_names)
         return await reply_to(http, request, ChatReply)
 
     async def complete(http: Request) -> Response:
-        request = parse_completion(await _body(http), service.model)
+        request = parse_completion(await _body(http), service.model, protocol.action_names)
         return await reply_to(http, request, CompletionReply)
 
     async def health(_: Request) -> Response:

@@ -10,11 +10,13 @@ from typing import Any
 
 from calibadv_jax.contrib.cli import ask
 from calibadv_jax.contrib.serving.chat_request import ApiError, ChatRequest
+from calibadv_jax.contrib.serving.messages import messages_of
 from calibadv_jax.core.answers import holds_answer
 from calibadv_jax.core.neutraliser import Neutraliser
-from calibadv_jax.core.tags import Grammar, to_printable_line
+from calibadv_jax.core.tags import to_printable_line
 from calibadv_jax.core.trajectory import Document, Trajectory, Turn
 from calibadv_jax.metrics.shown_steps import LONGEST_LINE, answer_line, truncate
+from calibadv_jax.rollout.protocol import TurnProtocol
 
 Moment = tuple[Turn, bool]  # a sampled turn, and whether it has its observation
 Progress = Moment | Trajectory  # the moments of a question, and at the end its trajectory
@@ -35,9 +37,17 @@ class ChatReply:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, grammar: Grammar):
+    def __init__(self, request: ChatRequest, protocol: TurnProtocol):
+        """Prepare the reply.
+
+        Args:
+            request: The request.
+            protocol: The protocol of the agent's turns.
+        """
         self._request = request
-        self._neutraliser = Neutraliser(grammar)
+        self._protocol = protocol
+        own = protocol.neutraliser
+        self._neutraliser = Neutraliser(own.grammar, markers=own.markers)
         self._head = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -108,7 +118,7 @@ class ChatReply:
         if is_observed:
             return {
                 "refused": turn.is_refused,
-                "words": self._shown(ask.observed_words(turn)),
+                "words": self._shown(ask.observed_words(turn, self._protocol)),
                 "documents": [self._document(document) for document in turn.documents],
             }
         part = {"kind": turn.kind, "thought": self._shown(turn.think)}
@@ -155,7 +165,14 @@ class ChatReply:
             "question": self._shown(trajectory.question.text),
             "seconds": trajectory.seconds,
             "ignored": list(self._request.ignored),
+            **self._messages(trajectory),
         }
+
+    def _messages(self, trajectory: Trajectory) -> dict[str, Any]:
+        """Return the trajectory as OpenAI's messages, if the request asks for its calls."""
+        if not self._request.shows_calls:
+            return {}
+        return {"messages": messages_of(trajectory, self._protocol, self._shown)}
 
 
 class CompletionReply(ChatReply):

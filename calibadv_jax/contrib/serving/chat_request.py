@@ -78,6 +78,7 @@ RULES = {
     ),
     "tools": _TOOLS,
     "functions": _TOOLS,
+    "include_tool_calls": _Rule(lambda value: isinstance(value, bool), "must be true or false, a boolean"),
     "response_format": _Rule(
         lambda value: isinstance(value, dict) and value.get("type") == "text",
         "must be {'type': 'text'}: the agent answers in plain text",
@@ -102,6 +103,7 @@ class ChatRequest:
         max_tokens: largest number of tokens of each turn; None: that of the service.
         length_field: name of the field that `max_tokens` came from.
         ignored: messages and fields without effect.
+        shows_calls: whether the reply has the agent's calls, as OpenAI's messages.
     """
 
     model: str
@@ -115,6 +117,7 @@ class ChatRequest:
     max_tokens: int | None = None
     length_field: str = ""
     ignored: Sequence[str] = field(default_factory=list)
+    shows_calls: bool = False
 
     def text(self, num_earlier: int) -> str:
         """Return what the policy reads as its question.
@@ -128,18 +131,19 @@ class ChatRequest:
         return "\n".join(["Conversation so far:", *lines, "", f"Question: {self.question}"])
 
 
-def parse_chat(body: bytes, model: str) -> ChatRequest:
+def parse_chat(body: bytes, model: str, tools: Sequence[str] = ()) -> ChatRequest:
     """Return the request of a body of POST /v1/chat/completions.
 
     Args:
         body: JSON.
         model: name of the model that is served.
+        tools: names of the agent's own tools.
 
     Raises:
         ApiError: the body is not valid, names another model, or asks for something else than an answer in
             text.
     """
-    fields = _read_fields(body, model)
+    fields = _read_fields(body, model, tools)
     messages = fields.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages: must be a list of at least 1 message, the user's question")
@@ -180,17 +184,18 @@ def parse_chat(body: bytes, model: str) -> ChatRequest:
     return _make_request(fields, question, earlier[num_old:], ignored)
 
 
-def parse_completion(body: bytes, model: str) -> ChatRequest:
+def parse_completion(body: bytes, model: str, tools: Sequence[str] = ()) -> ChatRequest:
     """Return the request of a body of POST /v1/completions, whose prompt is the question.
 
     Args:
         body: JSON.
         model: name of the model that is served.
+        tools: names of the agent's own tools.
 
     Raises:
         ApiError: as `parse_chat`.
     """
-    fields = _read_fields(body, model)
+    fields = _read_fields(body, model, tools)
     prompt = fields.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1:
         (prompt,) = prompt
@@ -201,7 +206,7 @@ def parse_completion(body: bytes, model: str) -> ChatRequest:
     return _make_request(fields, _question(prompt, "prompt"), [], [])
 
 
-def _read_fields(body: bytes, model: str) -> dict[str, Any]:
+def _read_fields(body: bytes, model: str, tools: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a body that are not null, after checking those with a rule, and the model."""
     try:
         body.decode()  # bytes that are no UTF-8 are refused, lone surrogates become U+FFFD
@@ -223,15 +228,36 @@ def _read_fields(body: bytes, model: str) -> dict[str, Any]:
         if not is_allowed:
             raise ApiError(400, f"{name}: {rule.words}")
     for name in ("tools", "functions"):
-        if fields.get(name) and fields.get("tool_choice", fields.get("function_call")) != "none":
-            raise ApiError(
-                400,
-                f"{name}: the agent uses its own tools, and cannot call those of a request; leave them out,"
-                ' or set tool_choice to "none"',
-            )
+        if fields.get(name):
+            _check_tools(name, fields, tools)
         if fields.get(name) == []:
             del fields[name]
     return fields | {"model": model}
+
+
+def _check_tools(name: str, fields: Mapping[str, Any], tools: Sequence[str]) -> None:
+    """Refuse tools of a request that are not the agent's own, and a choice that is not left to the agent."""
+    choice = fields.get("tool_choice", fields.get("function_call", "auto"))
+    if choice == "none":
+        return
+    named = [_tool_name(tool) for tool in fields[name]]
+    if not set(named) <= set(tools):
+        raise ApiError(
+            400,
+            f"{name}: the agent uses its own tools ({', '.join(tools)}), and cannot call those of a request;"
+            ' leave them out, or set tool_choice to "none"',
+        )
+    if choice != "auto":
+        raise ApiError(
+            400, 'tool_choice: the agent itself chooses its tools; leave it out, or set it to "auto"'
+        )
+
+
+def _tool_name(tool: Any) -> str:
+    """Return the name of a tool in OpenAI's form, or in that of functions; "" if it has none."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _refuse_constant(name: str) -> None:
@@ -249,7 +275,7 @@ def _make_request(
             max_tokens = int(fields[name])
             length_field = name
     used = {"model", "stream", "stream_options", "temperature", "top_p", "seed", "n", "best_of"}
-    used |= {"response_format", *LENGTH_FIELDS}
+    used |= {"response_format", "include_tool_calls", *LENGTH_FIELDS}
     ignored = [*ignored, *(to_printable_line(name) for name in fields if name not in used)]
     seed = fields.get("seed")
     return ChatRequest(
@@ -264,6 +290,7 @@ def _make_request(
         max_tokens=max_tokens,
         length_field=length_field,
         ignored=ignored,
+        shows_calls=fields.get("include_tool_calls", False),
     )
 
 

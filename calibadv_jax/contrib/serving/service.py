@@ -16,7 +16,6 @@ from calibadv_jax.contrib.serving.chat_request import ApiError, ChatRequest
 from calibadv_jax.core.errors import EnvironmentFailure, UserError
 from calibadv_jax.core.secrets import redact
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
-from calibadv_jax.rollout.prompts import open_prompt
 from calibadv_jax.rollout.runner import Rollouts
 
 RETRY_LATER = {"Retry-After": "2"}  # header of a failure that may pass; seconds
@@ -51,14 +50,7 @@ class Service:
         while num_earlier:
             question = Question("serve", request.text(num_earlier), (), "ask")
             try:
-                open_prompt(
-                    question,
-                    context.tokenizer,
-                    context.prompt,
-                    context.rollout.max_prompt_length,
-                    context.actions,
-                    context.neutraliser,
-                )
+                context.protocol.open_prompt(question, context.rollout.max_prompt_length)
                 break
             except UserError:
                 num_earlier -= 1

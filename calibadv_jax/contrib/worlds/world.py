@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from calibadv_jax.config import WorldConfig
+from calibadv_jax.config.sections.rollout import TAGS, TOOL_CALLS
 from calibadv_jax.contrib.worlds.whole_ways import WorldQuestion, whole_ways
 from calibadv_jax.contrib.worlds.words import ADDRESSES, AGES, BIRTHS, POOLS, WORDS, build_word_tokenizer
 from calibadv_jax.core.errors import UserError
@@ -389,13 +390,14 @@ def _draw_questions(
     return questions
 
 
-def write_world(config: WorldConfig) -> Path:
+def write_world(config: WorldConfig, protocol: str = TAGS) -> Path:
     """Write corpus (wiki-18 format), pages, questions, demonstrations, tokenizer, manifest to `world.dir`.
 
     A folder that already holds exactly this world is left unchanged.
 
     Args:
         config: The section `world`.
+        protocol: `rollout.protocol`: with "tool_calls" the tokenizer has a chat template.
 
     Returns:
         The folder.
@@ -404,7 +406,7 @@ def write_world(config: WorldConfig) -> Path:
         UserError: The folder holds something else, or as `generate_world`.
     """
     folder = Path(config.dir)
-    manifest = dataclasses.asdict(config) | {"dir": ""}
+    manifest = dataclasses.asdict(config) | {"dir": "", "protocol": protocol}
     if _read_manifest(folder) == manifest:
         return folder
     if folder.exists() and any(folder.iterdir()):
@@ -422,7 +424,8 @@ def write_world(config: WorldConfig) -> Path:
         if config.pages:
             pages = ({"url": address, "contents": _contents(page)} for address, page in world.pages.items())
             write_jsonl(partial / "pages.jsonl", pages)
-        build_word_tokenizer(config.pages, config.age > 0).save_pretrained(partial / "tokenizer")
+        tokenizer = build_word_tokenizer(config.pages, config.age > 0, protocol == TOOL_CALLS)
+        tokenizer.save_pretrained(partial / "tokenizer")
         write_text(partial / MANIFEST, json.dumps(manifest, indent=2))
     return folder
 
@@ -439,7 +442,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(manifest, dict):
         return None
-    return dataclasses.asdict(WorldConfig()) | manifest
+    return dataclasses.asdict(WorldConfig()) | {"protocol": TAGS} | manifest
 
 
 def _contents(document: Document) -> str:

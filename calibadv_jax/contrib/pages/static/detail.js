@@ -175,6 +175,7 @@ function turnBlock(turn, place, isJudged) {
       marks.map(([kind, text]) => make("span", { class: `mark ${kind}` }, term(kind, text))),
       make("span", { class: "number" }, change),
     ),
+    turn.calls.length > 0 && make("div", { class: "calls" }, turn.calls.map((call) => make("code", {}, call))),
     turn.flaw && make("p", { class: "flaw" }, `${FLAWS[turn.kind] ?? "Format"}: ${turn.flaw}.`),
     turn.why && (turn.brief
       ? make("details", { class: "why" }, make("summary", {}, turn.brief), make("p", {}, turn.why))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+# The date of templates without a run.
+DEFAULT_DATE = "26 Jul 2024"
 # Forms of prompt.date_string that a chat template can write in a form of its own.
 DATE_FORMATS = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d", "%B %d, %Y", "%b %d, %Y")
 # What stands for a part of a date in a format of strftime, without its percent sign. A hyphen leaves out the
@@ -22,7 +24,7 @@ _STRFTIME_NOW = (
     "{%- endif -%}"
     "{%- for text in date_format.split('%%') -%}"
     "{%- set written = namespace(text=text) -%}"
-    f"{{%- for directive, part in {_PARTS}.items() -%}}"
+    f"{{%- for directive, part in {_PARTS}.items() if directive in text -%}}"
     "{%- set written.text = written.text.replace(directive, part) -%}"
     "{%- endfor -%}"
     "{{- '' if loop.first else '%' -}}{{- written.text -}}"

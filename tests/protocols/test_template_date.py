@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from calibadv_jax.rollout.template_date import fix_date
+from calibadv_jax.protocols.template_date import fix_date
 
 MAY = datetime(2026, 5, 1)
 
