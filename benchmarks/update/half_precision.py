@@ -22,13 +22,14 @@ from calibadv_jax.policy.adapters import Adapters, merge_params
 from calibadv_jax.policy.architecture import architecture_from_hf
 from calibadv_jax.policy.transformer import Numerics, Policy
 
+VOCABULARY = 512
 SHAPE = {
     "model_type": "qwen2",
     "hidden_size": 896,
     "intermediate_size": 4864,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
-    "vocab_size": 512,
+    "vocab_size": VOCABULARY,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
     "max_position_embeddings": 4096,
@@ -49,7 +50,7 @@ def gradient_seconds(dtype: str, num_tokens: int, num_layers: int, repeats: int)
     adapters = Adapters(8, 16.0, tuple(sorted(LORA_TARGETS)), dtype)
     policy = Policy(architecture, Numerics(compute_dtype=jnp.dtype(dtype)), adapters)
     frozen, trained = policy.split(policy.init(jax.random.key(0)))
-    drawn = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (1, num_tokens))
+    drawn = np.random.default_rng(0).integers(0, VOCABULARY, (1, num_tokens))
     tokens = jnp.asarray(drawn, jnp.int32)
     positions = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     segment_ids = jnp.ones((1, num_tokens), jnp.int32)
