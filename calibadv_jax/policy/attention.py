@@ -242,7 +242,7 @@ def _masked_attention(q: Array, k: Array, v: Array, mask: Array) -> Array:
     scores = jnp.where(mask[:, :, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     weights = weights.reshape(batch, num_kv, -1, num_keys)  # [B, K, G*Tq, Tk]
-    out = jnp.einsum("BKqt,BKtH->BKqH", weights, v)
+    out = jnp.einsum("BKqt,BKtH->BKqH", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
     return out.reshape(batch, num_heads, num_queries, head_dim).transpose(0, 2, 1, 3)
 
 

@@ -1,5 +1,7 @@
 """The decoder: packed rows, cached rows and the mesh all compute the same function."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +172,26 @@ def test_half_precision_stays_half_precision():
     for function in (lambda x: rows_product(x, weights), lambda x: gated(x, x), norm):
         out, pull = jax.vjp(function, x)
         assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
+
+
+def test_half_precision_products_are_summed_in_float32_and_rounded_once():
+    """Asked for it in this way, XLA's CPU compiler uses the bfloat16 instructions of the CPU."""
+    x, weights = draw(0, 2, 5, 8).astype(jnp.bfloat16), draw(1, 8, 3).astype(jnp.bfloat16)
+    out, pull = jax.vjp(rows_product, x, weights)
+    exact, exact_pull = jax.vjp(rows_product, x.astype(jnp.float32), weights.astype(jnp.float32))
+    gradients = (out, *pull(out))
+    expected = (exact, *exact_pull(out.astype(jnp.float32)))
+    for gradient, wide in zip(gradients, expected, strict=True):
+        assert np.array_equal(gradient, wide.astype(jnp.bfloat16))
+
+    def objective(x, weights):
+        return jnp.sum(rows_product(x, weights).astype(jnp.float32))
+
+    program = jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(x, weights).as_text()
+    products = re.findall(r"dot_general.*: \((.*)\) -> (.*)", program)
+    assert len(products) == 3
+    for operands, result in products:
+        assert operands.count("bf16") == 2 and result.endswith("xf32>")
 
 
 def test_weight_gradients_contract_one_axis():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 Saved = tuple[Any, ...]  # what a forward pass keeps for its backward pass
 
@@ -20,6 +21,7 @@ Saved = tuple[Any, ...]  # what a forward pass keeps for its backward pass
 MASKED = -1e30
 # Dimension numbers of `jax.lax.dot_general` for two matrices: which axes are summed.
 SUM_FIRST_AXES = (((0,), (0,)), ((), ()))
+SUM_LAST_WITH_FIRST = (((1,), (0,)), ((), ()))
 SUM_LAST_AXES = (((1,), (1,)), ((), ()))
 
 
@@ -61,9 +63,19 @@ def rows_product(x: Array, weights: Array, dimensions: Any = None, **_: Any) -> 
     return product.reshape(*x.shape[:-1], weights.shape[1])
 
 
+def _product_in(dtype: DTypeLike, x: Array, y: Array, dimensions: Any) -> Array:
+    """Return the product of two matrices, which is summed in float32 and then rounded to `dtype`.
+
+    Asked for a bfloat16 result, XLA's CPU compiler converts both operands to float32 first. Asked for a
+    float32 result, it uses the CPU's bfloat16 instructions (AMX), which are several times as fast.
+    """
+    product = jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+    return product.astype(dtype)
+
+
 @jax.custom_vjp
 def _product(x: Array, weights: Array) -> Array:
-    return x @ weights
+    return _product_in(x.dtype, x, weights, SUM_LAST_WITH_FIRST)  # TD,DF->TF
 
 
 def _product_forward(x: Array, weights: Array) -> tuple[Array, Saved]:
@@ -72,8 +84,8 @@ def _product_forward(x: Array, weights: Array) -> tuple[Array, Saved]:
 
 def _product_backward(saved: Saved, gradient: Array) -> tuple[Array, Array]:
     x, weights = saved  # [T, D], [D, F]
-    x_gradient = jax.lax.dot_general(gradient, weights, SUM_LAST_AXES)  # TF,DF->TD
-    weights_gradient = jax.lax.dot_general(x, gradient, SUM_FIRST_AXES)  # TD,TF->DF
+    x_gradient = _product_in(x.dtype, gradient, weights, SUM_LAST_AXES)  # TF,DF->TD
+    weights_gradient = _product_in(weights.dtype, x, gradient, SUM_FIRST_AXES)  # TD,TF->DF
     return x_gradient, weights_gradient
 
 
