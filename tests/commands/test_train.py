@@ -57,7 +57,7 @@ def test_chain_from_cold_start_to_export(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     overrides = [*SMALL, f"run.dir={folder}", "sft.phases=[{steps: 2, kind: drills}]", "mesh.fsdp=1"]
     overrides += ["policy.path=${run.dir}/sft", "learner.steps=1"]
-    overrides += ["evaluate.every=1", "evaluate.sample_size=3"]
+    overrides += ["evaluate.every=1", "evaluate.sample_size=3", "evaluate.temperatures=[0.0, 1.0]"]
     arguments = ["--config", "configs/quickstart.yaml", *overrides]
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
 
