@@ -28,7 +28,7 @@ from calibadv_jax.metrics.catalogue import find_metric
 from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rollout.agent import RolloutContext
 from calibadv_jax.rollout.runner import Rollouts
-from calibadv_jax.rollout_store.reader import find_step, read_columns, read_step
+from calibadv_jax.rollout_store.reader import SharedFields, find_step, read_columns, read_step
 from calibadv_jax.run import trainer as trainer_module
 from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.fingerprints import DEMONSTRATIONS, run_identity
@@ -219,7 +219,7 @@ def test_page_says_where_trajectories_come_from(tmp_path):
     table = read_columns(find_step(folder, 1)).to_pylist(maps_as_pydicts="strict")
     group = [row for row in table if row["group"] == 0]
     assert group[3]["is_demonstration"]
-    page = transcript(group, Pieces(), config.advantage, "", ("search",))
+    page = transcript(group, Pieces(), config.advantage, SharedFields())
     origins = [trajectory["origin"] for trajectory in page["trajectories"]]
     assert origins == ["", "", "continues turn 1 of trajectory 0", "demonstration"]
     source, _, continued, shown = page["trajectories"]
