@@ -35,5 +35,5 @@ def test_chain_runs_and_the_chat_template_goes_along(tmp_path):
     assert len(rows) == 2 and all("rollout/calls" in row for row in rows)
     for name in ("before", "after"):
         scores = json.loads((folder / f"evaluation_{name}.json").read_text())["scores"]
-        assert scores["0.0" if "0.0" in scores else "0"]["all"]["questions"] == 6
+        assert scores["1"]["all"]["questions"] == 6
     assert "apply_chat_template" in (folder / "hf/README.md").read_text()

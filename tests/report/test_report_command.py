@@ -145,7 +145,7 @@ def test_text_from_runs_is_text_in_the_page(tmp_path):
 def test_page_says_what_the_runs_are(of_two_configs):
     text = of_two_configs
     assert "3 runs of 2 configs: calibadv (2 runs), grpo (1 run)." in text
-    assert '<td data-label="steps">12 of 100</td>' in text
+    assert '<td data-label="steps">12 of 40</td>' in text
     assert "<p>They differ in <b>advantage.name</b> (calibadv, grpo).</p>" in text
     cells = '<td data-label="calibadv">calibadv</td><td data-label="grpo">grpo</td>'
     assert f'<tr><th scope="row">advantage.name</th>{cells}' in text

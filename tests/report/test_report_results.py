@@ -59,7 +59,7 @@ def test_evaluations_before_and_after_are_the_result(tmp_path):
         "Searches a question": (1.0, 1.75),
         "Valid format": (1.0, 1.0),
     }
-    assert (result.steps, result.seconds, result.seconds_in_all) == ("2 of 100", 120.0, None)
+    assert (result.steps, result.seconds, result.seconds_in_all) == ("2 of 40", 120.0, None)
 
 
 def test_seeds_have_their_mean_and_range(tmp_path):

@@ -128,7 +128,7 @@ def test_seeds_are_one_series(tmp_path):
         ([[], ["learner.optimizer.lr=0.5"]], ["lr 0.001", "lr 0.5"]),
         ([[], ["policy.path=/models/other"]], ["path ${run.dir}/sft", "path /models/other"]),
         ([[], ["reward.answer=em"]], ["answer f1", "answer em"]),
-        ([[], ["rollout.group_size=4"]], ["group_size 5", "group_size 4"]),
+        ([[], ["rollout.group_size=4"]], ["group_size 8", "group_size 4"]),
         (
             [["advantage.target_ratio=1"], ["advantage.target_ratio=2"]],
             ["target_ratio 1.0", "target_ratio 2.0"],
