@@ -76,10 +76,10 @@ class RolloutContext:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The beginning of a trajectory that another one continues.
+    """The beginning of a trajectory, which another trajectory of the group continues.
 
     Attributes:
-        source: Index of the first one in the group.
+        source: Index, in the group, of the trajectory that sampled these turns.
         turns: Its first turns, each with an observation, as `is_context`.
     """
 
