@@ -414,8 +414,11 @@ def _note_references(config: DictConfig, resolved: Any) -> None:
     raw_texts = _texts_by_key(raw)
     values = _texts_by_key(resolved)
     for key, text in raw_texts.items():
-        if key in values and "${" in text:
-            value = values[key]
+        if key not in values or "${" not in text:
+            continue
+        value = values[key]
+        is_escaped = value == text.replace("\\${", "${")  # a text that only looks like a reference
+        if not is_escaped:
             _references[key, value] = _reference(escaped, key, text, value)
 
 
