@@ -25,7 +25,8 @@ class CalibAdvTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, *arguments):
         rewards = super()._calculate_rewards(inputs, *arguments)
         first = self.accelerator.process_index * len(inputs)
-        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)[first : first + len(inputs)]
+        weighted = rewards * self.reward_weights.to(rewards.device)
+        scores = weighted.nansum(dim=1)[first : first + len(inputs)]
         self.records = []
         for score, row in zip(scores.tolist(), inputs, strict=True):
             kinds = [turn.kind for turn in row["turns"]]
@@ -59,22 +60,38 @@ def search_rollout(search, generate=generate, max_turns=4):
     """Return a `rollout_func` that lets the policy search until it answers."""
 
     def rollout(prompts, trainer):
-        rows = []
+        columns = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "turns": []}
         for prompt in prompts:
-            ids, completion, mask, turns = trainer.processing_class.encode(prompt), [], [], []
-            while len(turns) < max_turns and (not turns or turns[-1].kind == "search"):
-                sampled = generate(trainer, ids + completion)
-                match = TURN.fullmatch(trainer.processing_class.decode(sampled))
-                kind, thought = (match[2], match[1]) if match else ("invalid", "")
-                hits = search(match[3].strip()) if kind == "search" else []
-                shown = "".join(text.replace("<", "&lt;") + "\n" for _, text in hits)
-                block = f"\n<information>{shown}</information>\n" if kind == "search" else ""
-                observation = trainer.processing_class.encode(block, add_special_tokens=False)
-                completion += sampled + observation
-                mask += [1] * len(sampled) + [0] * len(observation)
-                turns.append(external.TurnRecord(kind, len(sampled), [name for name, _ in hits], thought))
-            rows.append((ids, completion, mask, turns))
-        names = ("prompt_ids", "completion_ids", "env_mask", "turns")
-        return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)) | {"logprobs": None}
+            prompt_ids = trainer.processing_class.encode(prompt)
+            completion_ids, env_mask, turns = run_episode(search, generate, trainer, prompt_ids, max_turns)
+            columns["prompt_ids"].append(prompt_ids)
+            columns["completion_ids"].append(completion_ids)
+            columns["env_mask"].append(env_mask)
+            columns["turns"].append(turns)
+        return columns | {"logprobs": None}
 
     return rollout
+
+
+def run_episode(search, generate, trainer, prompt_ids, max_turns):
+    """Return the tokens behind a prompt, 1 for each that was sampled, and the turns."""
+    tokenizer = trainer.processing_class
+    completion_ids = []
+    env_mask = []
+    turns = []
+    while len(turns) < max_turns and (not turns or turns[-1].kind == "search"):
+        sampled = generate(trainer, prompt_ids + completion_ids)
+        match = TURN.fullmatch(tokenizer.decode(sampled))
+        thought, kind, content = match.groups() if match else ("", "invalid", "")
+        hits = []
+        observation = []
+        if kind == "search":
+            hits = search(content.strip())
+            shown = "".join(text.replace("<", "&lt;") + "\n" for _, text in hits)
+            block = f"\n<information>{shown}</information>\n"
+            observation = tokenizer.encode(block, add_special_tokens=False)
+        completion_ids += sampled + observation
+        env_mask += [1] * len(sampled) + [0] * len(observation)
+        documents = [name for name, _ in hits]
+        turns.append(external.TurnRecord(kind, len(sampled), documents, thought))
+    return completion_ids, env_mask, turns

@@ -24,7 +24,8 @@ class SearchEnvironment(BaseTaskEnv):
 
     def __init__(self, task, *, search, score, max_steps=4, **identity):
         super().__init__(task, max_steps=max_steps, **identity)
-        self.search, self.score = search, score
+        self.search = search
+        self.score = score
 
     def _initial_observation(self):
         return self.task | {"prompts": self.task["prompts"].item()}
@@ -32,24 +33,35 @@ class SearchEnvironment(BaseTaskEnv):
     def _step_impl(self, action):
         match = TURN.fullmatch(action)
         thought, kind, content = match.groups() if match else ("", "invalid", "")
-        hits = self.search(content.strip()) if kind == "search" else []
-        shown = "".join(text.replace("<", "&lt;") + "\n" for _, text in hits)
-        observation = f"<information>{shown}</information>" if kind == "search" else None
-        reward = float(self.score(self.task, content.strip())) if kind == "answer" else 0.0
+        hits = []
+        observation = None
+        reward = 0.0
+        if kind == "search":
+            hits = self.search(content.strip())
+            shown = "".join(text.replace("<", "&lt;") + "\n" for _, text in hits)
+            observation = f"<information>{shown}</information>"
+        elif kind == "answer":
+            reward = float(self.score(self.task, content.strip()))
         info = {"kind": kind, "thought": thought, "documents": [name for name, _ in hits]}
         return EnvStepResult(observation, reward, kind != "search", info)
 
 
 class TurnEngine(TrajectoryCollectEngine):
+    """Collects a trajectory's `TurnRecord`s beside its tokens."""
+
     async def collect(self, mode="Conversation"):
-        output, turns = await super().collect(mode), []  # `TurnRecord`s, beside the tokens
+        output = await super().collect(mode)
+        turns = []
         for step in self.agent.trajectory.steps:
             num_tokens = 0 if step.assistant_tokens is None else len(step.assistant_tokens)
-            turns.append(external.TurnRecord(**{"kind": "unfinished"} | step.info, num_tokens=num_tokens))
+            fields = {"kind": "unfinished"} | step.info
+            turns.append(external.TurnRecord(**fields, num_tokens=num_tokens))
         return output | {"turns": turns} if mode == "Token" else output
 
 
 class CalibAdvLearner(GRPOLearner):
+    """A learner that replaces each trajectory's advantage by those of its turns."""
+
     settings = external.AdvantageSettings()
 
     def _build_orchestrator(self):
@@ -68,7 +80,8 @@ class CalibAdvLearner(GRPOLearner):
             turns = trajectory.traj["turns"]
             valid = [turn.kind for turn in turns[-1:]] == ["answer"]  # all before it are searches
             self.records.append(external.TrajectoryRecord(score * valid, valid, turns))
-        masks, size = np.asarray(batch.completion_mask, bool), self.algo_config.num_generations
+        masks = np.asarray(batch.completion_mask, bool)
+        size = self.algo_config.num_generations
         advantages = np.zeros(masks.shape, np.float32)
         for first in range(0, len(self.records), size):
             by_turn = external.turn_advantages(self.records[first : first + size], self.settings)

@@ -32,30 +32,45 @@ class SearchAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params, **sample):
         prompt = await self.apply_chat_template(list(sample["raw_prompt"]))
-        budget, ids, mask, turns = self.rollout_config.response_length, [], [], []
-        while len(ids) < budget and len(turns) < 4 and (not turns or turns[-1]["kind"] == "search"):
-            request = {"prompt_ids": prompt + ids, "sampling_params": sampling_params}
+        budget = self.rollout_config.response_length
+        response_ids = []
+        response_mask = []
+        turns = []
+        while len(response_ids) < budget and len(turns) < 4 and (not turns or turns[-1]["kind"] == "search"):
+            request = {"prompt_ids": prompt + response_ids, "sampling_params": sampling_params}
             output = await self.server_manager.generate(uuid4().hex, **request)
-            sampled = output.token_ids[: budget - len(ids)]
+            sampled = output.token_ids[: budget - len(response_ids)]
             match = TURN.fullmatch(self.tokenizer.decode(sampled, skip_special_tokens=True))
             thought, kind, content = match.groups() if match else ("", "invalid", "")
-            hits = await asyncio.to_thread(self.search, content.strip()) if kind == "search" else []
-            shown = "".join(text.replace("<", "&lt;") + "\n" for _, text in hits)
-            block = f"\n<information>{shown}</information>\n" if kind == "search" else ""
-            observation = self.tokenizer.encode(block, add_special_tokens=False)
-            ids, mask = ids + sampled + observation, mask + [1] * len(sampled) + [0] * len(observation)
-            turn = {"kind": kind, "num_tokens": len(sampled), "thought": thought}
-            turns.append(turn | {"documents": [name for name, _ in hits]})
-        fields = {"response_ids": ids[:budget], "response_mask": mask[:budget], "metrics": {}}
-        extra_fields = output.extra_fields | {"turns": turns}
-        return AgentLoopOutput(prompt_ids=prompt, **fields, extra_fields=extra_fields)
+            hits = []
+            observation = []
+            if kind == "search":
+                hits = await asyncio.to_thread(self.search, content.strip())
+                shown = "".join(text.replace("<", "&lt;") + "\n" for _, text in hits)
+                block = f"\n<information>{shown}</information>\n"
+                observation = self.tokenizer.encode(block, add_special_tokens=False)
+            response_ids += sampled + observation
+            response_mask += [1] * len(sampled) + [0] * len(observation)
+            documents = [name for name, _ in hits]
+            turns.append(
+                {"kind": kind, "num_tokens": len(sampled), "thought": thought, "documents": documents}
+            )
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=response_ids[:budget],
+            response_mask=response_mask[:budget],
+            metrics={},
+            extra_fields=output.extra_fields | {"turns": turns},
+        )
 
 
 @register_adv_est("calibadv")
 def compute_calibadv_advantage(token_level_rewards, response_mask, index, **_):
     """Return advantages and returns, both float32 [rows, T], of the rows that `TURNS` describes."""
-    scores, masks = token_level_rewards.sum(dim=-1).tolist(), response_mask.bool().cpu().numpy()
-    groups, result = defaultdict(list), torch.zeros_like(token_level_rewards)
+    scores = token_level_rewards.sum(dim=-1).tolist()
+    masks = response_mask.bool().cpu().numpy()
+    result = torch.zeros_like(token_level_rewards)
+    groups = defaultdict(list)
     for row, (score, turns, group) in enumerate(zip(scores, TURNS, index, strict=True)):
         valid = turns[-1]["kind"] == "answer"  # all before it are searches
         turns = [external.TurnRecord(**turn) for turn in turns]
