@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from calibadv_jax.config import Config
 from calibadv_jax.core.errors import UserError
-from calibadv_jax.core.interfaces import Action, Reply
+from calibadv_jax.core.interfaces import Action, Completion, Reply
 from calibadv_jax.core.neutraliser import Neutraliser
-from calibadv_jax.core.tags import format_documents, parse_turn, text_after_opening
+from calibadv_jax.core.tags import format_documents, text_after_opening
 from calibadv_jax.core.tokens import encode
-from calibadv_jax.core.trajectory import Document
-from calibadv_jax.data.demonstrations import Demonstration, MessageReader, MessageTurn
+from calibadv_jax.core.trajectory import Document, Question, StopReason, Trajectory, Turn
+from calibadv_jax.data.demonstrations import Demonstration, DemoReply, MessageReader, MessageTurn
 from calibadv_jax.learner.batching import Sample
 from calibadv_jax.rollout.actions import AccessAction, SearchAction
 from calibadv_jax.rollout.protocol import TurnProtocol
 from calibadv_jax.rollout.tag_protocol import TagProtocol
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a demonstration that is tokenized on its own.
-
-    Attributes:
-        token_ids: int32 [N].
-        is_trained: Whether it is a turn of the policy that is trained.
-    """
-
-    token_ids: np.ndarray
-    is_trained: bool
 
 
 class DemonstrationEncoder(ABC):
@@ -48,6 +34,34 @@ class DemonstrationEncoder(ABC):
         self.max_prompt_length = config.rollout.max_prompt_length
         self.actions = {action.name: action for action in protocol.settings.enabled_actions}
 
+    def trajectory(self, demonstration: Demonstration, question: Question | None = None) -> Trajectory:
+        """Return the trajectory that the agent loop would write if a policy sampled the turns.
+
+        Args:
+            demonstration: The turns.
+            question: The question whose prompt and answers count; None: the demonstration's own.
+
+        Returns:
+            An unscored trajectory with the index 0, whose log-probabilities are 0. Turns without a loss are
+            context.
+
+        Raises:
+            UserError: The prompt or a turn cannot be written, or rollout.max_observation_length is too small.
+        """
+        question = question or demonstration.question
+        prompt_ids, first_opening = self.protocol.open_prompt(question, self.max_prompt_length)
+        opening = self.protocol.opening
+        return Trajectory(
+            question,
+            prompt_ids,
+            turns=list(self.turns(demonstration, first_opening)),
+            opening=opening,
+            first_opening=None if first_opening == opening else first_opening,
+            actions=self.protocol.action_names,
+            protocol=self.protocol.name,
+            is_demonstration=True,
+        )
+
     def encode(self, demonstration: Demonstration, loss_on: str) -> Sample:
         """Return a demonstration in tokens, whether or not they fit in a row.
 
@@ -60,15 +74,14 @@ class DemonstrationEncoder(ABC):
             Tokens int32 [T] and mask bool [T]; advantages and log-probabilities are 0.
 
         Raises:
-            UserError: The prompt or a turn cannot be written, or rollout.max_observation_length is too small.
+            UserError: As `trajectory`.
         """
-        prompt, opening = self.protocol.open_prompt(demonstration.question, self.max_prompt_length)
-        segments = [Segment(prompt, is_trained=False), *self.segments(demonstration, opening)]
-        tokens = np.concatenate([segment.token_ids for segment in segments]).astype(np.int32)
-        masks = []
-        for segment in segments:
-            masks.append(np.full(len(segment.token_ids), segment.is_trained or loss_on == "all"))
-        mask = np.concatenate(masks)
+        trajectory = self.trajectory(demonstration)
+        tokens = np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int32)
+        if loss_on == "all":
+            mask = np.ones(len(tokens), bool)
+        else:
+            mask = np.concatenate([np.zeros(len(trajectory.prompt_ids), bool), trajectory.trained])
         mask[0] = False  # nothing precedes the first token
         zeros = np.zeros(len(tokens), np.float32)
         return Sample(tokens, mask, zeros, zeros)
@@ -77,28 +90,42 @@ class DemonstrationEncoder(ABC):
         """Return the number of tokens of a demonstration, prompt and observations included.
 
         Raises:
-            UserError: As `encode`.
+            UserError: As `trajectory`.
         """
-        return len(self.encode(demonstration, "sampled").tokens)
+        trajectory = self.trajectory(demonstration)
+        return len(trajectory.prompt_ids) + len(trajectory.response_ids)
 
     def turn_lengths(self, demonstration: Demonstration) -> list[int]:
         """Return the number of tokens that the policy samples in each trained turn.
 
         Raises:
-            UserError: As `encode`.
+            UserError: As `trajectory`.
         """
-        _, opening = self.protocol.open_prompt(demonstration.question, self.max_prompt_length)
-        segments = self.segments(demonstration, opening)
-        return [len(segment.token_ids) for segment in segments if segment.is_trained]
+        turns = self.trajectory(demonstration).turns
+        return [len(turn.token_ids) for turn in turns if not turn.is_context]
 
     @abstractmethod
-    def segments(self, demonstration: Demonstration, opening: str) -> Iterator[Segment]:
-        """Yield the turns of a demonstration and the observations between them.
+    def turns(self, demonstration: Demonstration, opening: str) -> Iterator[Turn]:
+        """Yield the turns of a demonstration, each with the observation after it.
 
         Args:
             demonstration: The question and the turns.
             opening: What the prompt writes at the beginning of the first turn.
         """
+
+    def read_turn(self, text: str, opening: str, stop_reason: StopReason, trained: bool) -> Turn:
+        """Return a turn as the protocol reads its tokens, with log-probabilities of 0.
+
+        Args:
+            text: What the policy would sample.
+            opening: The environment's text before it.
+            stop_reason: Why sampling would end; "eos" if the last token ends the turn.
+            trained: Whether the turn has a loss.
+        """
+        ids = encode(self.protocol.settings.tokenizer, text)
+        turn = self.protocol.read_turn(Completion(ids, [0.0] * len(ids), stop_reason, ()), opening)
+        turn.is_context = not trained
+        return turn
 
     @property
     @abstractmethod
@@ -135,23 +162,25 @@ class TagEncoder(DemonstrationEncoder):
         self.neutraliser = protocol.neutraliser
         self.observations = protocol.observations
 
-    def segments(self, demonstration: Demonstration, opening: str) -> Iterator[Segment]:
-        """Yield the turns and observations."""
-        for number, turn in enumerate(demonstration.turns, 1):
-            if isinstance(turn, MessageTurn):
+    def turns(self, demonstration: Demonstration, opening: str) -> Iterator[Turn]:
+        """Yield the turns, each with its observation."""
+        for number, demo_turn in enumerate(demonstration.turns, 1):
+            if isinstance(demo_turn, MessageTurn):
                 raise UserError(
                     f"demonstration of question {demonstration.question.id!r} has tool calls, and"
                     " rollout.protocol is tags: set it to tool_calls"
                 )
-            text = text_after_opening(opening if number == 1 else self.observations.opening, turn.text)
-            ids = np.asarray(encode(self.protocol.settings.tokenizer, text), np.int32)
-            yield Segment(ids, turn.trained)
-            action = self.actions.get(parse_turn(turn.text, "eos", self.neutraliser.grammar).kind)
+            text = text_after_opening(opening, demo_turn.text)
+            turn = self.read_turn(text, opening, "stop", demo_turn.trained)
+            action = self.actions.get(turn.kind)
             goes_on = action is not None and number < len(demonstration.turns)
-            if goes_on or turn.documents or turn.observation:
-                body = observation_body(turn.documents, turn.observation, action, self.neutraliser)
-                ids, _ = self.observations.for_action(action or SearchAction()).information(body)
-                yield Segment(ids, is_trained=False)
+            if goes_on or demo_turn.documents or demo_turn.observation:
+                reply = DemoReply(demo_turn.documents, demo_turn.observation)
+                body, turn.documents = render_reply(reply, action, self.neutraliser)
+                observations = self.observations.for_action(action or SearchAction())
+                turn.observation_ids, turn.observation_text = observations.information(body)
+            yield turn
+            opening = self.observations.opening
 
     @property
     def turn_neutraliser(self) -> Neutraliser:
@@ -166,18 +195,20 @@ class TagEncoder(DemonstrationEncoder):
         return text
 
 
-def observation_body(
-    documents: tuple[Document, ...], observation: str, action: Action | None, neutraliser: Neutraliser
-) -> str:
-    """Return the text of an observation, rendered by a built-in action: no user code runs here.
+def render_reply(
+    reply: DemoReply, action: Action | None, neutraliser: Neutraliser
+) -> tuple[str, tuple[Document, ...]]:
+    """Return the text of a reply, rendered by a built-in action: no user code runs here.
 
     Args:
-        documents: The documents of the reply.
-        observation: The text before them.
+        reply: The documents of the reply, and the text before them.
         action: The action that the reply belongs to.
         neutraliser: Removes forgeries from both.
+
+    Returns:
+        The text; and the documents as the policy reads them.
     """
-    text = neutraliser.neutralise_observation(observation)
-    shown_documents = tuple(neutraliser.neutralise_documents(documents))
+    text = neutraliser.neutralise_observation(reply.text)
+    documents = tuple(neutraliser.neutralise_documents(reply.documents))
     renderer = SearchAction() if isinstance(action, SearchAction) else AccessAction()
-    return renderer.render(Reply(shown_documents, text))
+    return renderer.render(Reply(documents, text)), documents

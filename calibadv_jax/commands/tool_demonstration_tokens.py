@@ -10,16 +10,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder, Segment, observation_body
+from calibadv_jax.commands.demonstration_tokens import DemonstrationEncoder, render_reply
 from calibadv_jax.config import Config
 from calibadv_jax.core.answers import extract_answer
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Action, parse_object
 from calibadv_jax.core.neutraliser import Neutraliser
 from calibadv_jax.core.tags import CLOSE_THINK, OPEN_THINK, parse_turn
-from calibadv_jax.core.tokens import encode
 from calibadv_jax.core.tool_calls import AssistantMessage, ToolCall
-from calibadv_jax.core.trajectory import Document, StopReason, Turn
+from calibadv_jax.core.trajectory import Document, Turn
 from calibadv_jax.data.demonstrations import (
     Demonstration,
     DemoReply,
@@ -74,38 +73,36 @@ class ToolEncoder(DemonstrationEncoder):
         """Return the observation with the documents of a search."""
         action = self.actions[SearchAction.name]
         call = _call_of_body(action, "query", "search")
-        message = AssistantMessage("", "", (call,))
-        return self._observation(message, _NO_IDS, (DemoReply(tuple(documents)),)).text
+        turn = Turn(call.name, _NO_IDS, np.zeros(0, np.float32), calls=(call,))
+        return self._observe(turn, (DemoReply(tuple(documents)),)).text
 
-    def segments(self, demonstration: Demonstration, opening: str) -> Iterator[Segment]:
-        """Yield the turns and observations; UserError if a turn cannot be written."""
+    def turns(self, demonstration: Demonstration, opening: str) -> Iterator[Turn]:
+        """Yield the turns, each with its observation; UserError if a turn cannot be written."""
         place = f"demonstration of question {demonstration.question.id!r}"
         last = len(demonstration.turns)
-        for number, turn in enumerate(demonstration.turns, 1):
-            message = self.message_of(turn, f"{place}, turn {number}")
+        for number, demo_turn in enumerate(demonstration.turns, 1):
+            message = self.message_of(demo_turn, f"{place}, turn {number}")
             if not message.calls and number < last:
                 raise UserError(f"{place}: turn {number} of {last} is an answer; remove the turns behind it")
             text = self.protocol.template.write_turn(message, opening)
-            ids = np.asarray(encode(self.protocol.settings.tokenizer, text), np.int32)
-            yield Segment(ids, turn.trained)
-            replies = replies_of(turn)
+            turn = self.read_turn(text, opening, "eos", demo_turn.trained)
+            replies = replies_of(demo_turn)
             if message.calls and (replies or number < last):
-                yield Segment(self._observation(message, ids, replies).ids, is_trained=False)
+                turn.calls = message.calls
+                observation = self._observe(turn, replies)
+                turn.observation_ids = observation.ids
+                turn.observation_text = observation.text
+                turn.documents = observation.documents
+            yield turn
             opening = self.protocol.opening
 
-    def _observation(
-        self, message: AssistantMessage, ids: np.ndarray, replies: Sequence[DemoReply]
-    ) -> Observation:
-        """Return the replies to a turn's calls; a missing reply is empty. `ids`: int32 [N], of the turn."""
+    def _observe(self, turn: Turn, replies: Sequence[DemoReply]) -> Observation:
+        """Return the replies to the calls of a turn; a missing reply is empty."""
         results = []
-        for index, call in enumerate(message.calls):
+        for index, call in enumerate(turn.calls):
             reply = replies[index] if index < len(replies) else DemoReply()
-            action = self.actions[call.name]
-            body = observation_body(reply.documents, reply.text, action, self.protocol.neutraliser)
-            results.append(CallResult(body))
-        logprobs = np.zeros(len(ids), np.float32)
-        stop_reason: StopReason = "eos" if len(ids) else "stop"
-        turn = Turn(message.calls[0].name, ids, logprobs, calls=message.calls, stop_reason=stop_reason)
+            text, documents = render_reply(reply, self.actions[call.name], self.protocol.neutraliser)
+            results.append(CallResult(text, documents))
         return self.protocol.observe(turn, results)
 
     def message_of(self, turn: DemoTurn, place: str) -> AssistantMessage:

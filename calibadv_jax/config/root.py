@@ -160,11 +160,6 @@ class Config(Section):
                 f"prompt.template is {prompt.template!r}, which explains the tags; with "
                 "rollout.protocol=tool_calls set prompt.system and prompt.user, or prompt.template=from_data"
             )
-        if self.demonstrations.is_on:
-            yield (
-                "demonstrations.file is set, but with rollout.protocol=tool_calls groups cannot hold "
-                "demonstrations yet: leave it out, or set rollout.protocol=tags"
-            )
         if prompt.prepend_think:
             yield (
                 "prompt.prepend_think is on, but with rollout.protocol=tool_calls the chat template begins "
@@ -173,11 +168,6 @@ class Config(Section):
         if prompt.chat == "off":
             yield (
                 "prompt.chat is off, but rollout.protocol=tool_calls needs the chat template: set it to auto"
-            )
-        if self.demonstrations.is_on:
-            yield (
-                "demonstrations.file is set, but groups hold demonstrations with rollout.protocol=tags only: "
-                "leave it out, or begin with a cold start on them (sft.demonstrations)"
             )
 
     def _length_faults(self) -> Iterator[str]:

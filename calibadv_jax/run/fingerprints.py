@@ -115,7 +115,9 @@ def _contents(
     elif config.teacher.url:
         hashes[TEACHER] = lambda: content_hash(load_optional("teacher").teacher_identity(config))
     if config.demonstrations.is_on:
-        hashes[DEMONSTRATIONS] = lambda: load_optional("group_demonstrations").demonstrations_hash(config)
+        hashes[DEMONSTRATIONS] = lambda: load_optional("group_demonstrations").demonstrations_hash(
+            config, model.tokenizer
+        )
     # A checkpoint holds neither the policy that the run began with nor the base of its adapters.
     if policy.path and (is_fresh or keeps_initial or policy.lora.rank):
         hashes[REFERENCE] = base_hash

@@ -10,9 +10,9 @@ import pytest
 from config_rig import changed
 from loop_fakes import DOCUMENT, DictRetriever, ScriptedSampler, context_of
 
+from calibadv_jax.commands.demonstration_encoder import make_encoder
 from calibadv_jax.commands.sft import encode_demonstration
 from calibadv_jax.contrib.group_demonstrations import (
-    DemonstrationWriter,
     GroupDemonstrations,
     demonstrations_hash,
     describe_demonstrations,
@@ -81,7 +81,7 @@ def test_trajectory_is_the_one_that_the_agent_loop_writes(byte_tokenizer, prepen
 
     turns = (DemoTurn(texts[0], documents), DemoTurn(texts[1]))
     demonstration = Demonstration(replace(QUESTION, id="elsewhere"), turns)
-    written = DemonstrationWriter(config, tokenizer).trajectory(demonstration, QUESTION)
+    written = make_encoder(config, tokenizer).trajectory(demonstration, QUESTION)
     assert written.is_demonstration and not sampled.is_demonstration and written.question is QUESTION
     for name in ("prompt_ids", "response_ids", "mask", "trained"):
         np.testing.assert_array_equal(getattr(written, name), getattr(sampled, name))
@@ -102,7 +102,7 @@ def test_tokens_and_mask_are_those_of_the_cold_start(byte_tokenizer):
         DemoTurn(ANSWER),
     )
     demonstration = Demonstration(QUESTION, turns)
-    written = DemonstrationWriter(config, byte_tokenizer).trajectory(demonstration, QUESTION)
+    written = make_encoder(config, byte_tokenizer).trajectory(demonstration, QUESTION)
     expected = encode_demonstration(demonstration, config, byte_tokenizer, "sampled")
     tokens = np.concatenate([written.prompt_ids, written.response_ids])
     np.testing.assert_array_equal(tokens, expected.tokens)
@@ -161,12 +161,12 @@ def test_demonstrations_of_other_questions_are_refused(tmp_path, byte_tokenizer)
         GroupDemonstrations(config_of(tmp_path / "no-file.jsonl"), byte_tokenizer, [QUESTION], print)
 
 
-def test_edited_file_has_another_hash(tmp_path):
+def test_edited_file_has_another_hash(tmp_path, byte_tokenizer):
     hashes = set()
     path = tmp_path / "demos.jsonl"
     for rows in ([row("Who?")], [row("Who?", "Bo")], [row("Who?")]):
         path.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
-        hashes.add(demonstrations_hash(config_of(path)))
+        hashes.add(demonstrations_hash(config_of(path), byte_tokenizer))
     assert len(hashes) == 2
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -15,7 +16,9 @@ import trainer_rig
 from tiny_policy import single_device, tiny
 from trainer_rig import HF_CONFIG, checkpoints, make_config, make_state, rows
 
+from calibadv_jax.commands.demonstration_encoder import make_encoder
 from calibadv_jax.commands.train import train
+from calibadv_jax.config import Config
 from calibadv_jax.contrib.cli.replay import equal_turns, kept_config, replay
 from calibadv_jax.contrib.pages.terminal import group_lines
 from calibadv_jax.contrib.pages.transcript import transcript
@@ -24,6 +27,7 @@ from calibadv_jax.core.errors import UserError
 from calibadv_jax.core.interfaces import Completion
 from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Document, Question
+from calibadv_jax.data.demonstrations import Demonstration, DemoTurn
 from calibadv_jax.metrics.catalogue import find_metric
 from calibadv_jax.rewards.evidence import check_evidence
 from calibadv_jax.rollout.agent import RolloutContext
@@ -37,9 +41,16 @@ from calibadv_jax.run.wiring import group_parts
 
 pytestmark = [pytest.mark.medium, pytest.mark.usefixtures("shared_programs")]
 
-WORDS = build_word_tokenizer()
-SHAPE = HF_CONFIG | {"vocab_size": len(WORDS), "eos_token_id": 1, "max_position_embeddings": 512}
-MODEL = Model(tiny(SHAPE), SHAPE, WORDS, Path("none"), single_device())
+WORDS = {"tags": build_word_tokenizer(), "tool_calls": build_word_tokenizer(has_tool_calls=True)}
+PROTOCOLS = tuple(WORDS)
+
+
+def model_of(words):
+    shape = HF_CONFIG | {"vocab_size": len(words), "eos_token_id": 1, "max_position_embeddings": 512}
+    return Model(tiny(shape), shape, words, Path("none"), single_device())
+
+
+MODELS = {protocol: model_of(words) for protocol, words in WORDS.items()}
 QUESTIONS = [
     Question(f"q{number}", f"who founded {word} ?", ("amber",), "toy", ("p1", "p2"))
     for number, word in enumerate(["aurora", "bay", "cedar", "delta", "ember"])
@@ -55,15 +66,19 @@ STEPS = 4
 class Sampler:
     """Says what `script(session, turn)` says, with its own count of turns; notes the parameters it gets."""
 
+    config: Config
     loaded: list = field(default_factory=list)
     turns: Counter = field(default_factory=Counter)
 
     async def generate(self, token_ids, sampling, session):
-        ids = WORDS.encode(script(session, self.turns[session]), add_special_tokens=False)
+        encoder = make_encoder(self.config, WORDS[self.config.rollout.protocol])
+        said = DemoTurn(script(session, self.turns[session]))
+        (turn,) = encoder.turns(Demonstration(QUESTIONS[0], (said,)), "")
+        ids = turn.token_ids.tolist()
         self.turns[session] += 1
         assert len(ids) <= sampling.max_tokens
         logprobs = [-1.0 - 0.01 * (sampling.seed % 7) - 0.001 * place for place in range(len(ids))]
-        return Completion(ids, logprobs, "stop", (self.loaded[-1][0],))
+        return Completion(ids, logprobs, turn.stop_reason, (self.loaded[-1][0],))
 
     def release(self, session):
         self.turns.pop(session, None)
@@ -123,17 +138,22 @@ def write_demonstrations(folder, answer="amber"):
     return path
 
 
-def config_of(folder, demonstrations=None, continuations=None, **sections):
+def config_of(folder, demonstrations=None, continuations=None, protocol="tags", **sections):
     """Two groups a step, by default of two trajectories from the prompt, a continuation, a demonstration."""
     if demonstrations is None:
         path = write_demonstrations(folder.parent)
         demonstrations = {"file": str(path), "first_steps": 2, "importance": "shaped"}
     sections = {"policy": {"compute_dtype": "float32"}, "log": {"backends": [], "progress": False}} | sections
     lengths = {"max_prompt_length": 16, "max_turn_length": 16, "max_observation_length": 48}
+    prompt = {"template": "{question}"}
+    if protocol == "tool_calls":
+        lengths = {"max_prompt_length": 24, "max_turn_length": 40, "max_observation_length": 48}
+        prompt = {"system": ""}
+    groups = {"questions_per_step": 2, "group_size": 4, "max_length": 128}
     config = make_config(
         folder,
-        prompt={"template": "{question}"},
-        rollout={"questions_per_step": 2, "group_size": 4, "max_length": 128} | lengths,
+        prompt=prompt,
+        rollout={"protocol": protocol} | groups | lengths,
         demonstrations=demonstrations,
         continuations={"per_group": 1} if continuations is None else continuations,
         **{"learner": {"steps": STEPS, "pack_length": 128, "microbatch_rows": 8}} | sections,
@@ -144,16 +164,19 @@ def config_of(folder, demonstrations=None, continuations=None, **sections):
 
 @pytest.fixture(autouse=True)
 def words(monkeypatch):
-    monkeypatch.setattr(trainer_rig, "MODEL", MODEL)
     monkeypatch.setattr(trainer_rig, "QUESTIONS", QUESTIONS)
 
 
 def run(config, folder):
     """Train with the agent loop itself, and return the sampler."""
-    sampler = Sampler()
-    context = RolloutContext(sampler, Retriever(), WORDS, config.rollout, config.prompt)
-    with Rollouts(context, config.run.seed) as rollouts:
-        rollouts.parts = group_parts(config, WORDS, QUESTIONS)
+    sampler = Sampler(config)
+    words = WORDS[config.rollout.protocol]
+    context = RolloutContext(
+        sampler, Retriever(), words, config.rollout, config.prompt, answer_from=config.answer_from
+    )
+    model = MODELS[config.rollout.protocol]
+    with patch.object(trainer_rig, "MODEL", model), Rollouts(context, config.run.seed) as rollouts:
+        rollouts.parts = group_parts(config, words, QUESTIONS)
         with Stop() as stop, make_state(config, folder, rollouts) as state:
             train(state, stop)
     return sampler
@@ -162,10 +185,11 @@ def run(config, folder):
 # --- A run ---
 
 
-def test_every_part_of_a_run_knows_them(tmp_path):
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_part_of_a_run_knows_them(tmp_path, protocol):
     """Groups, metrics, record, replay and pages; demonstrations stand in the first two steps only."""
     folder = tmp_path / "run"
-    config = config_of(folder)
+    config = config_of(folder, protocol=protocol)
     sampler = run(config, folder)
     written = rows(folder)
     by_step = [{name for name in row if name.startswith("demonstrations/")} for row in written]
@@ -209,7 +233,7 @@ class Pieces:
         return " ".join(self.pieces(ids))
 
     def pieces(self, ids):
-        return [WORDS.decode([token]) for token in ids]
+        return [WORDS["tags"].decode([token]) for token in ids]
 
 
 def test_page_says_where_trajectories_come_from(tmp_path):
@@ -246,17 +270,26 @@ def broken(function, at):
     return fail
 
 
-@pytest.mark.parametrize("killed", [2, 3])
-@pytest.mark.parametrize("importance", ["ratio", "shaped"])
-def test_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, importance, killed):
+@pytest.mark.parametrize(
+    ("importance", "killed", "protocol"),
+    [
+        ("ratio", 2, "tags"),
+        ("ratio", 3, "tags"),
+        ("shaped", 2, "tags"),
+        ("shaped", 3, "tags"),
+        ("shaped", 2, "tool_calls"),
+    ],
+)
+def test_killed_run_resumes_bit_for_bit(tmp_path, monkeypatch, importance, killed, protocol):
     """Within the steps with demonstrations, and behind them."""
     demonstrations = {"file": str(write_demonstrations(tmp_path)), "first_steps": 2, "importance": importance}
     learner = {"steps": STEPS, "pack_length": 128, "microbatch_rows": 8, "minibatch_size": 3}
-    whole = config_of(tmp_path / "whole", demonstrations, learner=learner, checkpoint={"every": 1})
+    settings = {"learner": learner, "checkpoint": {"every": 1}}
+    whole = config_of(tmp_path / "whole", demonstrations, None, protocol, **settings)
     expected = run(whole, tmp_path / "whole")
-    parts = config_of(tmp_path / "parts", demonstrations, learner=learner, checkpoint={"every": 1})
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the machine is gone"):
-        patch.setattr(trainer_module, "learn", broken(trainer_module.learn, killed))
+    parts = config_of(tmp_path / "parts", demonstrations, None, protocol, **settings)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
+        patched.setattr(trainer_module, "learn", broken(trainer_module.learn, killed))
         run(parts, tmp_path / "parts")
     assert max(checkpoints(tmp_path / "parts")) == killed - 1
     again = run(parts, tmp_path / "parts")
@@ -286,11 +319,11 @@ def test_tied_groups_are_replaced_and_pass_rates_are_those_from_the_prompt(tmp_p
 
 def test_edited_demonstrations_are_another_experiment(tmp_path):
     config = config_of(tmp_path / "run")
-    before = run_identity(config, MODEL, QUESTIONS)[DEMONSTRATIONS]
+    before = run_identity(config, MODELS["tags"], QUESTIONS)[DEMONSTRATIONS]
     write_demonstrations(tmp_path, "bay")
-    assert run_identity(config, MODEL, QUESTIONS)[DEMONSTRATIONS] != before
+    assert run_identity(config, MODELS["tags"], QUESTIONS)[DEMONSTRATIONS] != before
     plain = config_of(tmp_path / "plain", {}, {})
-    assert DEMONSTRATIONS not in run_identity(plain, MODEL, QUESTIONS)
+    assert DEMONSTRATIONS not in run_identity(plain, MODELS["tags"], QUESTIONS)
 
 
 def test_continuations_need_questions_with_supporting_passages(tmp_path):

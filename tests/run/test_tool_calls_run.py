@@ -145,6 +145,8 @@ def test_commands_read_the_run(parts, whole, tmp_path, monkeypatch, capsys):
     output = tmp_path / "evaluation.json"
     call(capsys, "evaluate", *words_of(parts, whole, f"evaluate.output={output}", "data.eval_limit=3"))
     assert json.loads(output.read_text())
+    compared = call(capsys, "compare", str(output), str(output))
+    assert "f1" in compared
 
 
 def test_vllm_samples_tool_calls_ahead_of_the_steps(parts, tmp_path):
