@@ -15,7 +15,8 @@ SQUARE = re.compile(rf"[\[<x,](?:{LENGTH}x{LENGTH}x|{LENGTH},{LENGTH}\])")  # an
 def run_with(compiler, file, *arguments):
     """Runs `file` with these arguments and the packages of the folder `compiler`; it must succeed."""
     places = (ROOT, ROOT / "tests/helpers", compiler)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    # Nothing runs on the device of the compiler, whose plugin would look for its libraries.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places)), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(Path(file).resolve()), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

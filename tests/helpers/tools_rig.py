@@ -92,13 +92,13 @@ POLICY |= {"tie_word_embeddings": False, "max_position_embeddings": 4096, "rms_n
 POLICY |= {"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rope_theta": 10000.0}
 
 
-def write_policy(folder: Path) -> Path:
+def write_policy(folder: Path, template: str = TEMPLATE) -> Path:
     """Write a HuggingFace folder of a random policy that calls the search and answers, now and then."""
     from tiny_policy import tiny
 
     from calibadv_jax.snapshots.huggingface import save_folder
 
-    tokenizer = chat_tokenizer(tokens=CALL_TOKENS)
+    tokenizer = chat_tokenizer(template, CALL_TOKENS)
     source = folder.with_name(f"{folder.name}_tokenizer")
     tokenizer.save_pretrained(source)
     hf_config = POLICY | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from packages import need
-from tools_rig import END, write_policy
+from tools_rig import END, THINKING_TEMPLATE, write_policy
 from trainer_rig import rows
 from transformers import AutoTokenizer
 
@@ -175,3 +175,25 @@ def test_adapters_and_a_critic_learn_from_tool_calls(parts, tmp_path):
     words = ["advantage.name=gae", "policy.lora.rank=2", "policy.lora.base_dtype=float32", "learner.steps=2"]
     assert start(parts, folder, log, *words, "evaluate.every=0").wait(900) == 0, log.read_text()[-3000:]
     assert all(row["actor/finite"] and row["rollout/calls"] > 0 for row in rows(folder))
+
+
+def test_thoughts_are_closed_at_their_budget(parts, tmp_path):
+    """The chat template opens a thought, which this policy hardly ever closes; kept steps replay."""
+    shared, _ = parts
+    policy = write_policy(tmp_path / "thinker", THINKING_TEMPLATE)
+    folder, log = tmp_path / "run", tmp_path / "log"
+    words = ["tool_calls.max_thinking_tokens=6", "learner.steps=2", "evaluate.every=0"]
+    assert start((shared, policy), folder, log, *words).wait(900) == 0, log.read_text()[-3000:]
+    assert all(row["rollout/closed_thoughts"] > 0 for row in rows(folder))
+    assert max(row["actor/sampler_mismatch"] for row in rows(folder)) < 1e-4
+    step = read_step(find_step(folder, 1))
+    closing = AutoTokenizer.from_pretrained(policy).encode("\n</think>\n\n", add_special_tokens=False)
+    num_answers = 0
+    for trajectory in (trajectory for group in step.groups for trajectory in group.trajectories):
+        for number, turn in enumerate(trajectory.turns):
+            if turn.is_closed_thought:
+                assert len(turn.token_ids) == 6 and turn.observation_ids.tolist() == closing
+                assert trajectory.opening_of(number + 1) == ""
+            elif number and trajectory.turns[number - 1].is_closed_thought:
+                num_answers += turn.kind == "answer"
+    assert num_answers > 0
