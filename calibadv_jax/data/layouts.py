@@ -495,7 +495,10 @@ LAYOUTS = (
     ),
     Layout("xbench", ("prompt", "answer", "canary"), _columns_reader("prompt", "answer"), "xbench"),
     Layout("BrowseComp-Plus", ("query", "query_id", "answer"), _read_browsecomp_plus, "browsecomp_plus"),
+    Layout("DROP", ("question", "answers_spans"), _columns_reader("question", "answers_spans.spans"), "drop"),
     *_choice_layouts(),
+    # As ARC, OpenBookQA and CommonsenseQA are published: the question is an object that holds its choices.
+    Layout("multiple choice", ("question", "answerKey"), _columns_reader("question.stem", "answerKey")),
     *_question_and_answer_layouts(),
     Layout("Alpaca", ("instruction", "output"), _read_instruction),
     Layout("NeMo-RL, KILT", ("input", "output"), _columns_reader("input", "output")),

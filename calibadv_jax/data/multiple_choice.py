@@ -34,11 +34,13 @@ class Choice(NamedTuple):
 
 
 def read_choices(row: DataRow) -> list[Choice]:
-    """Return the choices of a row; empty if it is no multiple choice."""
-    for key in CHOICE_KEYS:
-        choices = _listed(row.get(key))
-        if len(choices) > 1:
-            return _without_prefixes(choices)
+    """Return the choices of a row, which may stand in its question; empty if it is no multiple choice."""
+    question = row.get("question")
+    for holder in (row, question if isinstance(question, Mapping) else {}):
+        for key in CHOICE_KEYS:
+            choices = _listed(holder.get(key))
+            if len(choices) > 1:
+                return _without_prefixes(choices)
     columns: dict[str, str] = {}
     for name, value in row.items():
         match = _CHOICE_COLUMN.fullmatch(str(name))

@@ -374,6 +374,8 @@ browsecomp_zh_1: Who sang it? Bo
 2: Where is it? Rome/Roma
 dpr_0: who got the first nobel prize in physics Wilhelm Conrad Röntgen
 dpr_1: who sings it Ada/Bo's
+drop_a1: How many more points did the Harbour Men win by than they led by? 7
+drop_b2: Which towns signed first? Ulm/Rye
 flashrag_test_0: who got the first nobel prize in physics Wilhelm Conrad Röntgen
 flashrag_test_1: when is the next deadpool movie being released May 18, 2018
 frames_0: Who led it when Ada was born? Jane Ballou

@@ -3,11 +3,13 @@
 import pytest
 from rows_rig import write_rows
 
+from calibadv_jax.config import ColumnsConfig
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.data.golden_answers import NoAnswer
 from calibadv_jax.data.questions import load_questions
 
 ASKED = {"question": "Which town?"}
+NESTED = [{"label": "A", "text": "Ulm"}, {"label": "B", "text": "Rye"}]
 LISTED = ASKED | {"choices": ["Ulm", "Rye"]}
 ARC = {"text": ["Ulm", "Rye"], "label": ["A", "B"]}
 MEDQA = {"options": {"A": "Ulm", "B": "Rye"}, "answer_idx": "B"}
@@ -27,6 +29,10 @@ MEDQA = {"options": {"A": "Ulm", "B": "Rye"}, "answer_idx": "B"}
         ASKED | {"choices": ARC, "answerKey": "B"},  # ARC, CommonsenseQA
         ASKED | {"choices": ARC | {"label": ["1", "2"]}, "answerKey": "2"},
         {"question_stem": "Which town?", "choices": ARC, "answerKey": "B"},  # OpenBookQA
+        {
+            "question": {"stem": "Which town?", "choices": NESTED},
+            "answerKey": "B",
+        },  # ARC, not on the hub
         ASKED | MEDQA | {"answer": "Rye"},
         ASKED | {"options": [{"key": "A", "value": "Ulm"}, {"key": "B", "value": "Rye"}], "answer": "B"},
         ASKED | {"opa": "Ulm", "opb": "Rye", "cop": 1},  # MedMCQA
@@ -48,6 +54,14 @@ def test_columns_of_letters_are_choices(tmp_path):
         "Which town? Choices: Ulm; Rye; Bath; York",
         ("Bath",),
     )
+
+
+def test_choices_in_the_question_are_found_by_named_columns(tmp_path):
+    """Else the golden answer would be the letter, of choices that the policy never sees."""
+    row = {"question": {"stem": "Which town?", "choices": NESTED}, "gold": "B"}
+    columns = ColumnsConfig(question="question.stem", answer="gold")
+    (question,) = load_questions(write_rows(tmp_path / "q.jsonl", row), columns=columns)
+    assert (question.text, question.golden_answers) == ("Which town? Choices: Ulm; Rye", ("Rye",))
 
 
 def test_several_choices_may_be_right_and_shown_ones_are_not_repeated(tmp_path):
