@@ -304,18 +304,33 @@ def _compose(title: str | None, text: str | None, contents: str | None) -> str:
     return f"{first_line}\n{text}"
 
 
+def _sentences(value: Any) -> list[str] | None:
+    """Return the sentences of a list, or of each paragraph in it; None if the value is no list of texts."""
+    if not isinstance(value, list):
+        return None
+    sentences = []
+    for item in value:
+        paragraph = item if isinstance(item, list) else [item]
+        for sentence in paragraph:
+            if not isinstance(sentence, str):
+                return None
+            sentences.append(sentence.strip())
+    return sentences
+
+
 def _string(
     fields: Mapping[str, Any], keys: Iterable[str], where: str, without: str | None = None
 ) -> str | None:
     """Return the first of these fields that holds text; an empty text or None if none does.
 
-    The sentences of a list are joined, but for a first one that is `without`, the title.
+    The sentences of a list, or of each paragraph in it, are joined, but for a first one that is `without`, the
+    title.
     """
     empty = None
     for key in keys:
         value = fields.get(key, fields.get(key.lower()))
-        if isinstance(value, list) and all(isinstance(sentence, str) for sentence in value):
-            sentences = [sentence.strip() for sentence in value]
+        sentences = _sentences(value)
+        if sentences is not None:
             if without and sentences[:1] == [without.strip()]:
                 sentences = sentences[1:]
             value = " ".join(sentences)

@@ -538,6 +538,7 @@ def test_id_of_passage_wins_over_that_of_its_document(row, expected):
     "row",
     [
         {"wikipedia_title": "Old Mill", "text": ["Old Mill\n", "Built in 1702.\n"]},  # KILT
+        {"title": "Old Mill", "text": [["Built", " in"], [" 1702."]]},  # HotpotQA's Wikipedia
         {"name": "Old Mill", "text": "Built in 1702."},
         {"headline": "Old Mill", "body": "Built in 1702."},
         {"doc_title": "Old Mill", "segment": "Built in 1702."},
