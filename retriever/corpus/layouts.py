@@ -323,8 +323,8 @@ def _string(
 ) -> str | None:
     """Return the first of these fields that holds text; an empty text or None if none does.
 
-    The sentences of a list, or of each paragraph in it, are joined, but for a first one that is `without`, the
-    title.
+    The sentences of a list, or of each paragraph in it, are joined, but for a first one that is `without`,
+    the title.
     """
     empty = None
     for key in keys:
