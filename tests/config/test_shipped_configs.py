@@ -226,22 +226,22 @@ def test_tensor_axis_divides_parameters_and_not_activations():
     assert tensor["activations"] == 2 * plain["activations"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in CONFIGS if "--gpu_memory" in str(load_config(path).sampler.worker_args)],
-    ids=name,
-)
-def test_memory_fractions_leave_room_for_the_retriever(path):
+def test_memory_fractions_leave_room_for_the_retriever():
     """All three share the GPUs: a tenth of 80 GB is the index, its encoder and the reranker."""
-    config = load_config(path)
-    workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
-    if config.sampler.name == "jax":
-        return
-    (fraction,) = {float(number) for number in re.findall(r"MEM_FRACTION=([\d.]+)", header(path))}
-    assert workers.gpu_memory_utilization + fraction <= 0.9
-    architecture = architecture_from_hf(config.policy.init)
-    trainer = peak_memory(estimate_memory(config, architecture, config.mesh.sizes_on(jax.device_count())))
-    assert 1.15 * trainer < fraction * 80e9  # the estimate is within 15 % of the compiler's
+    checked = []
+    for path in CONFIGS:
+        config = load_config(path)
+        if "--gpu_memory" not in str(config.sampler.worker_args) or config.sampler.name == "jax":
+            continue
+        workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
+        (fraction,) = {float(number) for number in re.findall(r"MEM_FRACTION=([\d.]+)", header(path))}
+        assert workers.gpu_memory_utilization + fraction <= 0.9, path
+        architecture = architecture_from_hf(config.policy.init)
+        sizes = config.mesh.sizes_on(jax.device_count())
+        trainer = peak_memory(estimate_memory(config, architecture, sizes))
+        assert 1.15 * trainer < fraction * 80e9, path  # the estimate is within 15 % of the compiler's
+        checked.append(path)
+    assert len(checked) >= 10
 
 
 @pytest.mark.parametrize(
