@@ -50,6 +50,9 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.load_profile("repeatable")
 
+# Tracing and compiling make many objects that stay: look for garbage less often than Python does by itself.
+gc.set_threshold(20_000, 20, 20)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

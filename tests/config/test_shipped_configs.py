@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import re
 import shlex
 import socket
@@ -35,7 +36,14 @@ def name(path):
 
 def paper(model, *overlays, overrides=()):
     names = [model, *(f"overlays/{overlay}" for overlay in overlays)]
-    return load_config([FOLDER / f"paper/{name}.yaml" for name in names], overrides)
+    paths = [FOLDER / f"paper/{name}.yaml" for name in names]
+    return load_config(paths, overrides) if overrides else loaded(*paths)
+
+
+@functools.cache
+def loaded(*paths):
+    """Load a config that several tests read."""
+    return load_config(paths)
 
 
 def header(path):
@@ -58,7 +66,7 @@ def test_configs_pass_the_offline_doctor(path, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise AssertionError("a connection was opened")
 
-    config = load_config(path)
+    config = loaded(path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     doctor.run(config, offline=True)
@@ -167,7 +175,7 @@ FACTS = {
 
 @pytest.mark.parametrize("name", [*(f"paper/{model}" for model in MODELS), "search_r1", "rlinf"])
 def test_settings_of_the_projects(name):
-    config = load_config(FOLDER / f"{name}.yaml")
+    config = loaded(FOLDER / f"{name}.yaml")
     for section, values in FACTS[name.partition("/")[0]]:
         settings = config
         for part in section.split("."):
@@ -230,7 +238,7 @@ def test_memory_fractions_leave_room_for_the_retriever():
     """All three share the GPUs: a tenth of 80 GB is the index, its encoder and the reranker."""
     checked = []
     for path in CONFIGS:
-        config = load_config(path)
+        config = loaded(path)
         if "--gpu_memory" not in str(config.sampler.worker_args) or config.sampler.name == "jax":
             continue
         workers = vllm_worker.parse(["--model", "x", *config.sampler.worker_args])
@@ -281,7 +289,7 @@ def test_shipped_names_load_and_files_win(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_generated_demonstrations_show_as_many_documents_as_a_search_returns(path):
-    config = load_config(path)
+    config = loaded(path)
     if config.sft.demonstrations == "world" and config.world.dir:
         assert config.world.documents == config.retriever.topk
 
