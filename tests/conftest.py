@@ -24,12 +24,34 @@ jax.config.update("jax_disable_most_optimizations", True)  # tests compile far l
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 
+
+def use_older_emitters() -> None:
+    """Let XLA compile programs for CPUs in a third of the time; JAX 0.12 no longer has these emitters.
+
+    XLA reads the variable once, when it starts. Programs that a test starts do not get it.
+    """
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{before or ''} --xla_cpu_use_fusion_emitters=false"
+    try:
+        jax.devices()
+    finally:
+        del os.environ["XLA_FLAGS"]
+        if before is not None:
+            os.environ["XLA_FLAGS"] = before
+
+
+if jax.config.jax_platforms == "cpu" and jax.__version_info__ < (0, 11):
+    use_older_emitters()
+
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
     # Timings vary on a shared machine, and a failure must come back at the next run.
     settings.register_profile("repeatable", deadline=None, derandomize=True)
     settings.load_profile("repeatable")
+
+# Tracing and compiling make many objects that stay: look for garbage less often than Python does by itself.
+gc.set_threshold(20_000, 20, 20)
 
 ROOT = Path(__file__).resolve().parent.parent
 

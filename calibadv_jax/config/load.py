@@ -7,7 +7,9 @@ not the values of the variables.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -279,7 +281,7 @@ def _check_mirror(run: Any, moved: Mapping[str, DictConfig], sources: Sequence[S
 def _resolve(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) -> tuple[Any, list[Source]]:
     """Return the nested values of files and overrides, and their sources."""
     # Defaults come first, so that an interpolation may name a key that no file sets.
-    config = OmegaConf.create(dataclasses.asdict(Config()))
+    config = copy.deepcopy(_defaults())
     sources = []
     for name, loaded in files:
         with _errors_of(name):
@@ -292,6 +294,12 @@ def _resolve(files: Sequence[tuple[str, DictConfig]], overrides: Sequence[str]) 
         resolved = OmegaConf.to_container(config, resolve=True)
     _note_references(config, resolved)
     return resolved, sources
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """Return the default of every key. Copy it before a change: copying takes less than making it."""
+    return OmegaConf.create(dataclasses.asdict(Config()))
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:

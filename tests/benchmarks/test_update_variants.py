@@ -9,28 +9,31 @@ from benchmarks.compiled.update_variants import fused_products, unrolled_layers
 from calibadv_jax.policy.transformer import MAX_UNROLLED_LAYERS
 
 DEEP = GROUPED | {"vocab_size": 32, "num_hidden_layers": MAX_UNROLLED_LAYERS + 1}
+POLICY = tiny(DEEP)
+TOKENS = np.random.default_rng(1).integers(0, 32, (2, 7))
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("variant", [fused_products, unrolled_layers])
 def test_variant_computes_the_same_logits(variant):
-    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 32)
-    policy = tiny(DEEP)
-    params = policy.init(jax.random.key(0))
-    expected = row_logits.__wrapped__(policy, params, tokens)
+    params = jax.jit(POLICY.init)(jax.random.key(0))
+
+    def compute():
+        """With a new function, which is traced anew."""
+        return jax.jit(lambda params: row_logits.__wrapped__(POLICY, params, TOKENS))(params)
+
+    expected = compute()
     with variant():
-        logits = row_logits.__wrapped__(policy, params, tokens)
+        logits = compute()
     assert np.any(expected)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_variants_change_the_program():
-    tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 32)
-    policy = tiny(DEEP)
-    params = policy.init(jax.random.key(0))
+    params = POLICY.abstract_params
 
     def text():
-        return str(jax.make_jaxpr(lambda params: row_logits.__wrapped__(policy, params, tokens))(params))
+        return str(jax.make_jaxpr(lambda params: row_logits.__wrapped__(POLICY, params, TOKENS))(params))
 
     plain = text()
     with fused_products():

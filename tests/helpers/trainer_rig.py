@@ -39,19 +39,27 @@ class Vocabulary(Letters):
         return {chr(97 + number): number for number in range(len(self))}
 
 
+def _schedule_of(config, total):
+    """A constant rate does not depend on the number of updates."""
+    return _make_schedule(config, 0 if config.schedule == "constant" else total)
+
+
+# Of all modules of a process: trainers of equal settings have one learner, whose programs are compiled once.
+_make_schedule = functools.cache(optimizer.make_schedule)
+SHARED = (
+    (optimizer, "make_schedule", _schedule_of),
+    (learner, "make_optimizer", functools.cache(learner.make_optimizer)),
+    (objective, "policy_gradient", functools.cache(objective.policy_gradient)),
+    (learner, "Learner", functools.cache(learner.Learner)),
+)
+
+
 @pytest.fixture(scope="module")
 def shared_programs():
     """Trainers of equal settings have one learner, whose programs are compiled once."""
-    make_schedule = functools.cache(optimizer.make_schedule)
-
-    def schedule_of(config, total):
-        return make_schedule(config, 0 if config.schedule == "constant" else total)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "make_schedule", schedule_of)
-        cached = ((learner, "make_optimizer"), (objective, "policy_gradient"), (learner, "Learner"))
-        for module, name in cached:
-            patch.setattr(module, name, functools.cache(getattr(module, name)))
+        for module, name, shared in SHARED:
+            patch.setattr(module, name, shared)
         yield
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -69,6 +71,13 @@ def test_critic_shares_parameters_except_the_head():
     assert jax.tree.map(lambda leaf: leaf.sharding, value_params) == shardings
 
 
+@partial(jax.jit, static_argnums=0)
+def row_values(critic, params, row):
+    """Return the values float32 [1, T] of a row, int32 [1, T], that is not packed."""
+    decoder = critic.merge(params)
+    return decoder.values(decoder(row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("adapters", [None, Adapters(2, 4.0, ("q", "up"), "float32")])
 def test_critic_learns_returns(adapters):
@@ -91,12 +100,10 @@ def test_critic_learns_returns(adapters):
     assert losses[-1] < 0.3 * losses[0]
     names = ("loss", "clipfrac", "grad_norm", "skipped", "updates")
     assert set(metrics) == {f"critic/{name}" for name in names}
-    decoder = critic.merge(learner.with_base(state["params"]))
+    whole = learner.with_base(state["params"])
     predicted = sample_logprobs(learner, state["params"], samples, config)
     for trained, values in zip(samples, predicted, strict=True):
-        row = trained.tokens[None]
-        hidden = decoder(row, np.arange(row.shape[1])[None], np.ones_like(row))
-        expected = np.asarray(decoder.values(hidden))[0]
+        expected = np.asarray(row_values(critic, whole, trained.tokens[None]))[0]
         np.testing.assert_allclose(values[1:], expected[:-1], rtol=1e-4, atol=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,24 @@ from rounding import close_in_norm
 from tiny_policy import NARROW, row_logits, single_device, tiny
 
 from calibadv_jax.config import DemonstrationsConfig, LearnerConfig, LossConfig
+from calibadv_jax.learner import objective
 from calibadv_jax.learner.batching import Sample, pack
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.objective import policy_gradient, shaped_terms
+from calibadv_jax.learner.objective import shaped_terms
 from calibadv_jax.learner.step import learn
 
 POLICY = tiny(NARROW)
 RATIO = DemonstrationsConfig(file="d")
 SHAPED = DemonstrationsConfig(file="d", importance="shaped", gamma=0.3)
+LONGEST = 8  # tokens of a sample
 SMALL = LearnerConfig(pack_length=16, microbatch_rows=1, row_widths=1)
 
 
+# One learner and one loss for equal settings, whose programs are compiled once.
+policy_gradient = cache(objective.policy_gradient)
+
+
+@cache
 def make_learner():
     return Learner(POLICY, optax.sgd(1.0), single_device(), LearnerOptions(1, pack_length=16))
 
@@ -44,9 +52,19 @@ SAMPLES = [SAMPLED, SHOWN, DISLIKED]
 
 def logprobs_of(params, sample):
     """Log-probabilities of a sample's trained tokens, from the sequence by itself."""
-    ids = jnp.asarray([sample.tokens])
-    table = jax.nn.log_softmax(row_logits(POLICY, params, ids)[0, :-1].astype(jnp.float32))
-    return jnp.take_along_axis(table, ids[0, 1:, None], axis=-1)[:, 0][np.flatnonzero(sample.mask) - 1]
+    return np.asarray(row_logprobs(params, row_of(sample)))[np.flatnonzero(sample.mask) - 1]
+
+
+def row_of(sample):
+    """A sample's tokens, and zeros behind them: samples of all lengths share programs."""
+    return np.pad(sample.tokens, (0, LONGEST - len(sample.tokens)))
+
+
+@jax.jit
+def row_logprobs(params, row):
+    """Log-probabilities of tokens 1 … of a row, [LONGEST - 1]."""
+    table = jax.nn.log_softmax(row_logits(POLICY, params, row[None])[0, :-1].astype(jnp.float32))
+    return jnp.take_along_axis(table, row[1:, None], axis=-1)[:, 0]
 
 
 def stepped(demonstrations, loss=LossConfig(), config=SMALL, samples=SAMPLES):  # noqa: B008
@@ -66,18 +84,29 @@ def by_hand(factors):
     params = init_params(POLICY, single_device(), 0)
     num_trained = sum(int(sample.mask.sum()) for sample in SAMPLES)
 
-    def objective(params):
-        total = 0.0
-        for sample, factor in zip(SAMPLES, factors, strict=True):
-            total -= float(sample.advantages[-1]) * jnp.sum(factor(logprobs_of(params, sample)))
-        return total / num_trained
+    total = jax.tree.map(np.zeros_like, params)
+    for sample, factor in zip(SAMPLES, factors, strict=True):
+        weights = np.zeros(LONGEST - 1, np.float32)
+        weights[np.flatnonzero(sample.mask) - 1] = -sample.advantages[sample.mask] / num_trained
+        gradient = weighted_gradient(params, row_of(sample), weights, factor)
+        total = jax.tree.map(np.add, total, jax.device_get(gradient))
+    return total
 
-    return jax.device_get(jax.grad(objective)(params))
+
+@partial(jax.jit, static_argnums=3)
+@jax.grad
+def weighted_gradient(params, row, weights, factor):
+    """∇ of Σ weight · factor(lp) over the tokens of a row."""
+    return jnp.sum(weights * factor(row_logprobs(params, row)))
 
 
 def ratio(logprobs):
     """exp(lp - sg(lp)): 1, with the gradient of lp."""
     return jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+
+
+def clipped(logprobs):
+    return 0.0 * logprobs
 
 
 def shaped(logprobs):
@@ -98,7 +127,7 @@ def test_ratio_starts_at_one_although_the_sampler_is_the_denominator_of_others()
     loss = LossConfig(old_logprobs="sampler", importance_cap=2.0)
     far = replace(SAMPLED, advantages=-SAMPLED.advantages, logprobs=SAMPLED.mask * np.float32(-9.0))
     gradient, result = stepped(RATIO, loss, samples=[far, SHOWN, DISLIKED])
-    expected = by_hand([lambda logprobs: 0.0 * logprobs, ratio, ratio])
+    expected = by_hand([clipped, ratio, ratio])
     close_in_norm(gradient, expected, 1e-5)
     assert result.metrics["actor/pg_clipfrac"] == pytest.approx(3 / 6)
     for sample in result.samples[1:]:
@@ -114,7 +143,7 @@ def test_correction_for_the_sampler_leaves_demonstrations_alone():
     loss = LossConfig(importance_low=0.5, importance_high=2.0)
     far = replace(SAMPLED, logprobs=SAMPLED.mask * np.float32(-30.0))
     gradient, result = stepped(RATIO, loss, samples=[far, SHOWN, DISLIKED])
-    close_in_norm(gradient, by_hand([lambda logprobs: 0.0 * logprobs, ratio, ratio]), 1e-5)
+    close_in_norm(gradient, by_hand([clipped, ratio, ratio]), 1e-5)
     assert result.metrics["actor/sampler_masked"] == pytest.approx(3 / 6)
 
 
@@ -158,7 +187,7 @@ def test_shape_has_luffys_gradient_and_is_stable():
     """A γ p / (p + γ)²: largest at p = γ; finite where p underflows."""
     logprobs = jnp.log(jnp.array([1e-3, 0.1, 0.9]))
     for gamma in (0.1, 0.5):
-        gradient = jax.grad(lambda lp, g=gamma: shaped_terms(lp, jnp.ones(3), g).sum())(logprobs)
+        gradient = jax.jit(jax.grad(lambda lp, g=gamma: shaped_terms(lp, jnp.ones(3), g).sum()))(logprobs)
         p = np.exp(np.asarray(logprobs))
         np.testing.assert_allclose(gradient, -gamma * p / (p + gamma) ** 2, rtol=1e-5)
     extreme = jnp.array([-200.0, 0.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -14,10 +15,11 @@ from tiny_policy import NARROW, mesh_of, row_logits, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig, LossConfig, TeacherConfig
 from calibadv_jax.core.trajectory import Question, Trajectory, Turn
+from calibadv_jax.learner import objective
 from calibadv_jax.learner.batching import Sample, content_hash, pack
 from calibadv_jax.learner.distillation import guided_samples, teacher_logprobs
 from calibadv_jax.learner.learner import Learner, LearnerOptions, init_params
-from calibadv_jax.learner.objective import policy_gradient, teacher_terms
+from calibadv_jax.learner.objective import teacher_terms
 from calibadv_jax.learner.step import learn, make_sample
 
 VOCAB = NARROW["vocab_size"]
@@ -25,8 +27,14 @@ POLICY = tiny(NARROW)
 QUESTION = Question("q", "?", ("x",), "toy")
 TEACHER = TeacherConfig(policy="initial")
 AS_LOSS = replace(TEACHER, acts_on="loss")
+LONGEST = 8  # tokens of a sequence
 
 
+# One learner and one loss for equal settings, whose programs are compiled once.
+policy_gradient = functools.cache(objective.policy_gradient)
+
+
+@functools.cache
 def make_learner(mesh=None, rows=1, **options):
     return Learner(POLICY, optax.sgd(1.0), mesh or single_device(), LearnerOptions(rows, **options))
 
@@ -43,9 +51,21 @@ def gradient_of(learner, samples, teacher, weights=None, loss=LossConfig(), on_p
 
 def logprobs_of(params, tokens):
     """Log-probabilities of tokens 1 … of a sequence, [T - 1]."""
-    ids = jnp.asarray([tokens], jnp.int32)
-    table = jax.nn.log_softmax(row_logits(POLICY, params, ids)[0, :-1].astype(jnp.float32))
-    return jnp.take_along_axis(table, ids[0, 1:, None], axis=-1)[:, 0]
+    return np.asarray(row_logprobs(params, padded(tokens, np.int32)))[: len(tokens) - 1]
+
+
+@jax.jit
+def row_logprobs(params, row):
+    """Log-probabilities of tokens 1 … of a row, [LONGEST - 1]."""
+    table = jax.nn.log_softmax(row_logits(POLICY, params, row[None])[0, :-1].astype(jnp.float32))
+    return jnp.take_along_axis(table, row[1:, None], axis=-1)[:, 0]
+
+
+def padded(values, dtype=np.float32):
+    """Values of a sequence's tokens, and zeros behind them: sequences of all lengths share programs."""
+    row = np.zeros(LONGEST, dtype)
+    row[: len(values)] = values
+    return row
 
 
 def sample_of(tokens, teacher, prompt=2, advantage=0.0, coef=1.0, old=None):
@@ -76,18 +96,21 @@ def by_hand(samples, teacher=TEACHER):
     """Σ coef · clip(lp - teacher) ∇lp / N, with lp from whole sequences, unpacked."""
     params = init_params(POLICY, single_device(), 0)
     num_trained = sum(int(sample.mask.sum()) for sample in samples)
+    total = jax.tree.map(np.zeros_like, params)
+    for sample in samples:
+        logprobs = logprobs_of(params, sample.tokens)
+        gap = np.clip(logprobs - sample.teacher_logprobs[1:], -teacher.clip, teacher.clip)
+        factor = sample.mask[1:] * (sample.teacher_weights[1:] * gap - sample.advantages[1:])
+        gradient = weighted_gradient(params, padded(sample.tokens, np.int32), padded(factor / num_trained))
+        total = jax.tree.map(np.add, total, jax.device_get(gradient))
+    return total
 
-    def objective(params):
-        total = 0.0
-        for sample in samples:
-            mask = sample.mask[1:]
-            logprobs = logprobs_of(params, sample.tokens.tolist())[mask]
-            gap = jnp.clip(logprobs - sample.teacher_logprobs[1:][mask], -teacher.clip, teacher.clip)
-            factor = sample.teacher_weights[1:][mask] * gap - sample.advantages[1:][mask]
-            total += jnp.sum(jax.lax.stop_gradient(factor) * logprobs)
-        return total / num_trained
 
-    return jax.device_get(jax.grad(objective)(params))
+@jax.jit
+@jax.grad
+def weighted_gradient(params, row, weights):
+    """∇ of the weighted sum of a row's log-probabilities; the weight of token t + 1 stands at t."""
+    return jnp.sum(weights[:-1] * row_logprobs(params, row))
 
 
 @pytest.mark.parametrize("teacher", [TEACHER, AS_LOSS])
@@ -101,7 +124,7 @@ def test_gradient_is_the_one_by_hand(teacher, advantage):
     gaps = []
     for sample in samples:
         mask = sample.mask[1:]
-        gaps.append(logprobs_of(params, sample.tokens.tolist())[mask] - sample.teacher_logprobs[1:][mask])
+        gaps.append(logprobs_of(params, sample.tokens)[mask] - sample.teacher_logprobs[1:][mask])
     assert metrics["teacher/kl"] == pytest.approx(float(np.concatenate(gaps).sum()), rel=1e-5)
     assert metrics["teacher/guided_share"] == 5  # sums: `learn` divides by the trained tokens
     assert ("teacher/loss" in metrics) == (teacher is AS_LOSS)
@@ -115,17 +138,19 @@ def test_expected_gradient_is_that_of_the_divergence(teacher):
     rng = np.random.default_rng(0)
     other = np.asarray(jax.nn.log_softmax(rng.normal(size=VOCAB)), np.float32)
 
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
     def divergence(params):
         logits = row_logits(POLICY, params, jnp.asarray([prompt], jnp.int32))[0, -1]
         logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return jnp.sum(jnp.exp(logprobs) * (logprobs - other))
+        probabilities = jnp.exp(logprobs)
+        return jnp.sum(probabilities * (logprobs - other)), probabilities
 
-    logits = row_logits(POLICY, params, jnp.asarray([prompt], jnp.int32))[0, -1]
-    probabilities = np.asarray(jax.nn.softmax(logits.astype(jnp.float32)))
+    expected_gradient, probabilities = jax.device_get(divergence(params))
     samples = [sample_of([*prompt, token], [other[token]]) for token in range(VOCAB)]
     weights = [sample.mask * probabilities[token] for token, sample in enumerate(samples)]
     gradient, metrics = gradient_of(make_learner(), samples, teacher, weights)
-    close_in_norm(gradient, jax.device_get(jax.grad(divergence)(params)), 1e-5)
+    close_in_norm(gradient, expected_gradient, 1e-5)
     if teacher is AS_LOSS:  # mse: half the squared difference, not the divergence
         expected = float(np.sum(probabilities * (np.log(probabilities) - other) ** 2) / 2)
         assert metrics["teacher/loss"] == pytest.approx(expected, rel=1e-5)
@@ -148,7 +173,7 @@ def test_large_differences_count_as_clip_and_keep_their_gradient():
 def test_advantage_is_clipped_by_the_loss_and_uses_the_old_policy():
     """Off policy: a token whose ratio is far above 1 has no gradient if the teacher likes it."""
     params = init_params(POLICY, single_device(), 0)
-    logprobs = np.asarray(logprobs_of(params, [3, 1, 5, 7])[1:])
+    logprobs = logprobs_of(params, [3, 1, 5, 7])[1:]
     loss = LossConfig(old_logprobs="sampler")
     liked = sample_of([3, 1, 5, 7], logprobs + 5, old=logprobs - 1)  # ratio e, above 1.2
     gradient, _ = gradient_of(make_learner(), [liked], TEACHER, loss=loss, on_policy=False)
@@ -156,7 +181,9 @@ def test_advantage_is_clipped_by_the_loss_and_uses_the_old_policy():
     # Below both bounds: A r ∇lp with A = teacher - old and not teacher - lp.
     mild = sample_of([3, 1, 5, 7], logprobs + 0.5, old=logprobs - 0.1)
     gradient, _ = gradient_of(make_learner(), [mild], TEACHER, loss=loss, on_policy=False)
-    expected = jax.grad(lambda p: -jnp.mean(0.6 * np.exp(0.1) * logprobs_of(p, [3, 1, 5, 7])[1:]))(params)
+    # The mean over tokens 2 and 3.
+    weights = np.array([0, -0.6 * np.exp(0.1) / 2, -0.6 * np.exp(0.1) / 2])
+    expected = weighted_gradient(params, padded([3, 1, 5, 7], np.int32), padded(weights))
     close_in_norm(gradient, jax.device_get(expected), 1e-5)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_policy import GROUPED, Letters, single_device, tiny
+from tiny_policy import GROUPED, Letters, row_logits, single_device, tiny
 
 from calibadv_jax.config import LearnerConfig
 from calibadv_jax.contrib import probe
@@ -19,6 +18,7 @@ from calibadv_jax.rollout.tag_protocol import ANSWER_BEGINNING
 
 VOCAB = 128
 TEMPERATURE = 0.5
+LONGEST = 80  # tokens of a prefix with a probe
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,16 @@ def make_group(number, golden=("Ann", "Bo"), searches=(2, 1, 0), **openings):
 
 
 def alone(learner, params, prefix, answer, beginning=ANSWER_BEGINNING):
-    """Mean log-probability of the answer's tokens, computed by itself."""
-    tokens = np.array([[*prefix, *map(ord, beginning + answer)]], np.int32)
-    decoder = learner.policy.merge(params)
-    hidden = decoder(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], jnp.ones_like(tokens))
-    table = np.asarray(jax.nn.log_softmax(decoder.logits(hidden) / TEMPERATURE))[0]
-    places = np.arange(tokens.shape[1] - len(answer), tokens.shape[1])
-    return float(np.mean(table[places - 1, tokens[0, places]], dtype=np.float64))
+    """Mean log-probability of the answer's tokens, computed by itself.
+
+    Tokens behind it, which it does not see, make all rows equally long: one program computes them.
+    """
+    tokens = np.array([*prefix, *map(ord, beginning + answer)], np.int32)
+    row = np.zeros((1, LONGEST), np.int32)
+    row[0, : len(tokens)] = tokens
+    table = np.asarray(jax.nn.log_softmax(row_logits(learner.policy, params, row) / TEMPERATURE))[0]
+    places = np.arange(len(tokens) - len(answer), len(tokens))
+    return float(np.mean(table[places - 1, tokens[places]], dtype=np.float64))
 
 
 def golden_logprobs(group, policy):

@@ -27,12 +27,13 @@ def make_policy(tied=False, vocab=VOCAB, dtype=jnp.float32):
 
 
 def make_inputs(policy, rows=ROWS):
-    params = jax.jit(policy.init)(jax.random.key(0))
-    params["embed"]["embedding"] *= 30  # far from uniform
-    hidden = 5.0 * jax.random.normal(jax.random.key(1), (rows, LENGTH, WIDTH))
+    params = jax.device_get(jax.jit(policy.init)(jax.random.key(0)))
+    params["embed"]["embedding"] = params["embed"]["embedding"] * np.float32(30)  # far from uniform
+    rng = np.random.default_rng(1)
+    hidden = 5 * rng.normal(size=(rows, LENGTH, WIDTH)).astype(np.float32)
     vocab = policy.architecture.vocab_size
-    tokens, targets = jax.random.randint(jax.random.key(2), (2, rows, LENGTH), 0, vocab)
-    return params, hidden, tokens, targets
+    tokens, targets = rng.integers(0, vocab, (2, rows, LENGTH), np.int32)
+    return params, *map(jnp.asarray, (hidden, tokens, targets))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("share", [None, 0.0, 0.4, 1.0])
 def test_chunks_equal_the_plain_formula(policy, inputs, share):
     """With gradients. The chunk does not divide the tokens, so that its padding is exercised too."""
-    used = None if share is None else jax.random.uniform(jax.random.key(3), (2, LENGTH)) < share
+    used = None if share is None else np.random.default_rng(3).random((2, LENGTH)) < share
     actual, expected = (jax.jit(objective(policy, chunk, used))(*inputs) for chunk in (2, 0))
     assert_same(actual, expected)
     logprobs, entropies, _ = actual[0][1]
@@ -147,13 +148,19 @@ def test_log_probabilities_of_bfloat16_are_summed_in_float32(tied, chunk):
     """Summed in bfloat16 the probabilities of 300 tokens would be off by a percent."""
     config = SHAPE | {"vocab_size": 300, "tie_word_embeddings": tied}
     policy = tiny(config, compute_dtype=jnp.bfloat16)
-    decoder = policy.merge(jax.jit(policy.init)(jax.random.key(0)))
-    hidden = (2 * jax.random.normal(jax.random.key(1), (1, 6, 32))).astype(jnp.bfloat16)
-    assert decoder.logits(hidden).dtype == decoder.embed.embedding[...].dtype == jnp.float32
-    logits = np.asarray(decoder.logits(hidden), np.float64) / TEMPERATURE
+    params = jax.jit(policy.init)(jax.random.key(0))
+    hidden = (2 * np.random.default_rng(1).normal(size=(1, 6, 32))).astype(jnp.bfloat16)
+    targets = np.array([[0, 7, 299, 12, 150, 3]])
+
+    @jax.jit
+    def both(params, hidden, targets):
+        decoder = policy.merge(params)
+        return decoder.logits(hidden), token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk)
+
+    logits, (logprobs, entropies) = both(params, hidden, targets)
+    assert logits.dtype == params["embed"]["embedding"].dtype == jnp.float32
+    logits = np.asarray(logits, np.float64) / TEMPERATURE
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    targets = jnp.asarray([[0, 7, 299, 12, 150, 3]])
-    logprobs, entropies = token_logprobs(decoder, hidden, targets, TEMPERATURE, chunk)
     assert logprobs.dtype == entropies.dtype == jnp.float32
     chosen = np.take_along_axis(expected, np.asarray(targets)[..., None], -1)[..., 0]
     np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
@@ -168,7 +175,7 @@ def on_mesh(policy, mesh):
 
     Of the first rows few tokens are used, so that the devices have unequal work.
     """
-    used = jnp.arange(LENGTH) < jnp.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
+    used = np.arange(LENGTH) < np.arange(ROWS)[:, None] * LENGTH // (ROWS - 1)
     shardings = param_shardings(policy.abstract_params, mesh), batch_sharding(mesh)
     params, *arrays = make_inputs(policy)
     placed = jax.device_put(params, shardings[0]), *jax.device_put(arrays, shardings[1])
@@ -254,6 +261,6 @@ def test_bfloat16_head_gradients_sum_in_float32():
             hidden, targets = jnp.ones((1, count, WIDTH), jnp.bfloat16), jnp.zeros((1, count), jnp.int32)
             return jnp.sum(token_logprobs(decoder, hidden, targets, 1.0, 1)[0])
 
-        return jax.grad(total)(params["lm_head"]["kernel"])
+        return jax.jit(jax.grad(total))(params["lm_head"]["kernel"])
 
     close_in_norm(gradient(1024), 512 * gradient(2), 1e-4)

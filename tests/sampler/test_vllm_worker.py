@@ -70,6 +70,7 @@ import sys
 from calibadv_jax.sampler import vllm_worker
 server, book, acts, *arguments = sys.argv[1:]
 vllm_worker.require_vllm = lambda: None
+vllm_worker.END_SECONDS = 2.0
 vllm_worker.server_command = lambda arguments, port: (
     [sys.executable, server, arguments.host, str(port), book, *acts.split(",")], {}
 )
@@ -125,7 +126,7 @@ def test_ended_launcher_leaves_no_server_or_engine(launch, tmp_path, acts, signa
     assert all(map(is_running, server_and_engine))
     for number in signals:
         process.send_signal(number)
-        time.sleep(0.5)  # of ten seconds in which the server may end by itself
+        time.sleep(0.5)  # of two seconds in which the server may end by itself
     process.wait()
     while any(map(is_running, server_and_engine)):
         time.sleep(0.05)
