@@ -226,6 +226,21 @@ def test_long_phase_repeats_its_progress(monkeypatch, clock):
         assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_block_ends_after_the_thread_that_shows_its_progress(monkeypatch, clock):
+    """Otherwise the thread could still write its line, below those that follow the block."""
+    monkeypatch.setattr(console_module, "QUIET_SECONDS", 0.0)  # the clock stands
+    has_begun = threading.Event()
+
+    def progress():
+        has_begun.set()
+        time.sleep(0.2)
+        return 1, 2, ""
+
+    with Console(stream=io.StringIO()).live("update", "rows", progress):
+        has_begun.wait()
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_table_aligns_cells_and_checks_rows():
     text = table([["one-hop", 0.51234, 40], ["all", 1.0, 200]], ["questions", "F1", "n"])
     assert text.splitlines() == [
