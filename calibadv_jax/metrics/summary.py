@@ -161,7 +161,7 @@ def _relative_answer_length(trajectory: Trajectory) -> float:
     """Return the words of an answer as a multiple of those of the golden answer nearest in length."""
     num_words = len(str(trajectory.answer).split())
     golden_lengths = [max(1, len(golden.split())) for golden in trajectory.question.golden_answers]
-    nearest = min(golden_lengths, key=lambda length: abs(length - num_words), default=1)
+    nearest = min(golden_lengths, key=lambda length: abs(length - num_words))
     return num_words / nearest
 
 

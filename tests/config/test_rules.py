@@ -85,7 +85,7 @@ CALLING = {"protocol": "tool_calls"}
         ("set prompt.system and prompt.user", {"rollout": CALLING, "prompt": {"template": "short"}}),
         ("prepend_think is on", {"rollout": CALLING, "prompt": {"prepend_think": True}}),
         ("set it to auto", {"rollout": CALLING, "prompt": {"chat": "off"}}),
-        ("cannot hold demonstrations", {"rollout": CALLING, "demonstrations": {"file": "demos.jsonl"}}),
+        (None, {"rollout": CALLING, "demonstrations": {"file": "demos.jsonl"}}),
         ("must contain {question}", {"prompt": {"user": "Who?"}}),
         *(
             (None, {"rollout": CALLING, "reward": {"answer_from": place}})

@@ -11,7 +11,7 @@ import pytest
 
 from calibadv_jax.config import WorldConfig
 from calibadv_jax.contrib.worlds.world import RUMOUR
-from calibadv_jax.contrib.worlds.world_demonstrations import Flaws, imperfect, lookups
+from calibadv_jax.contrib.worlds.world_demonstrations import Flaws, drills, imperfect, lookups
 from examples.own_tool import Calculator
 
 PLAIN = WorldConfig()
@@ -199,3 +199,39 @@ def test_few_demonstrations_of_an_age_calculate_and_are_right():
 def test_every_careful_demonstration_of_an_age_calculates():
     drawn = drawn_of("age", lookups, 0, AGES, 200)
     assert drawn and all("calculate" in actions_of(demonstration) for demonstration in drawn)
+
+
+def test_drills_copy_words_and_compare_names_in_turn():
+    drawn = list(islice(drills(0, PLAIN), 2000))
+    for demonstration in drawn[::2]:
+        (turn,) = demonstration.turns
+        assert turn.text == f"<answer> {demonstration.question.text} </answer>"
+        assert 8 <= len(demonstration.question.text.split()) < 25
+    changes = Counter()
+    for demonstration in drawn[1::2]:
+        (turn,) = demonstration.turns
+        assert thought_of(turn) == demonstration.question.text
+        left, _, right = demonstration.question.text.partition(" and ")
+        is_changed = tuple(a != b for a, b in zip(left.split(), right.split(), strict=True))
+        answer = "no" if any(is_changed) else "yes"
+        assert body_of(turn, "answer") == answer
+        assert demonstration.question.golden_answers == (answer,)
+        changes[is_changed] += 1
+    # Some words that are drawn anew are the same again.
+    num_equal = changes.pop((False, False))
+    assert num_equal / 1000 == pytest.approx(1 / 2, abs=0.06)
+    assert set(changes) == {(True, False), (False, True), (True, True)}
+    for count in changes.values():
+        assert count / 1000 == pytest.approx(1 / 6, abs=0.05)
+
+
+def test_a_tenth_of_the_look_ups_are_drills():
+    drawn = drawn_of("drill", lookups, 0, PLAIN, 2000)
+    assert len(drawn) / 2000 == pytest.approx(0.1, abs=0.02)
+
+
+def test_words_of_drills_include_numbers_only_in_a_world_with_ages():
+    for config, has_numbers in ((PLAIN, False), (AGES, True)):
+        copied = islice(drills(0, config), 0, 400, 2)
+        words = [word for demonstration in copied for word in demonstration.question.text.split()]
+        assert any(word.isdigit() for word in words) == has_numbers

@@ -121,8 +121,10 @@ def test_line_shows_progress_and_ends(clock):
 
 
 def test_durations_and_numbers_are_short():
-    seconds = (0, 89, 90, 720, 5400, 2.1 * 86400)
-    assert [*map(duration, seconds)] == ["0 s", "89 s", "2 min", "12 min", "1.5 h", "2.1 d"]
+    seconds = (0, 89, 90, 720, 5399, 5400, 1.5 * 86400 - 1, 1.5 * 86400, 2.1 * 86400)
+    expected = ["0 s", "89 s", "2 min", "12 min", "90 min", "1.5 h", "36.0 h", "1.5 d", "2.1 d"]
+    assert [*map(duration, seconds)] == expected
+    assert [*map(number, (-1234567, 9999999, 1e7))] == ["-1234567", "9999999", "1e+07"]
     shown = ["0.5234", "0", "5e-07", "12346", "-2.5", "nan"]
     assert [*map(number, (0.52341, 0.0, 5e-7, 12345.6, -2.5, NAN))] == shown
 
@@ -224,6 +226,21 @@ def test_long_phase_repeats_its_progress(monkeypatch, clock):
         lines.get()
     with Console(False, stream).phase("update"):
         assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_block_ends_after_the_thread_that_shows_its_progress(monkeypatch, clock):
+    """Otherwise the thread could still write its line, below those that follow the block."""
+    monkeypatch.setattr(console_module, "QUIET_SECONDS", 0.0)  # the clock stands
+    has_begun = threading.Event()
+
+    def progress():
+        has_begun.set()
+        time.sleep(0.2)
+        return 1, 2, ""
+
+    with Console(stream=io.StringIO()).live("update", "rows", progress):
+        has_begun.wait()
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_table_aligns_cells_and_checks_rows():

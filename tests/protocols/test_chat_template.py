@@ -400,6 +400,15 @@ def test_format_of_the_tokenizers_response_template():
     assert wrong.calls == () and wrong.flaw
 
 
+def test_texts_of_a_response_template_get_the_types_of_the_schema():
+    """Its parsers may read a text where the tool takes a number; a number stays one."""
+    tokenizer = described_tokenizer()
+    template = ConversationTemplate.derive(tokenizer, TOOLS, load_format("schema", tokenizer))
+    for top in ('"3"', "3"):
+        call = f'CALL search {{"query": "7", "top": {top}}}</tool_call>'
+        assert template.parse(call).calls == (ToolCall("search", {"query": "7", "top": 3}),)
+
+
 def test_end_of_a_turn_that_the_response_template_takes_for_a_part_of_the_call():
     tokenizer = described_tokenizer()
     fields = {**RESPONSE_TEMPLATE["fields"]}

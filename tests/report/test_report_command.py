@@ -11,6 +11,8 @@ from calibadv_jax import cli
 
 pytest.importorskip("matplotlib")
 
+from calibadv_jax.contrib.report.page import rounded
+
 pytestmark = pytest.mark.medium  # figures are drawn
 
 
@@ -36,6 +38,12 @@ class Page(HTMLParser):
 
     def all(self, expected):
         return [attributes for tag, attributes in self.tags if tag == expected]
+
+
+def test_scores_have_three_places_and_larger_values_four_digits():
+    values = (0.5, -0.12345, 9.9996, 10, 10.54321, -10.54321, 1234.56)
+    expected = ["0.500", "-0.123", "10.000", "10", "10.54", "-10.54", "1235"]
+    assert [rounded(value) for value in values] == expected
 
 
 def report(*arguments):

@@ -320,6 +320,20 @@ def test_unfinished_rollback_keeps_the_step_that_it_went_back_to(tmp_path):
     assert sorted(saved_steps(tmp_path / "checkpoints")) == [1, 2, 3]
 
 
+def test_unfinished_rollback_reads_no_checkpoint_that_stays_in_any_case(tmp_path):
+    """A damaged one up to the step of the rollback does not keep the run from going on."""
+    note_rollback(tmp_path, 2, 1)
+    for step in (1, 2, 3):
+        extra = tmp_path / f"checkpoints/{step}/{checkpoint.EXTRA}/metadata"
+        extra.parent.mkdir(parents=True)
+        extra.write_text("{damaged")
+    with pytest.raises(UserError, match=f"delete {tmp_path}/checkpoints/3$"):
+        finish_rollback(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints/3")
+    finish_rollback(tmp_path)
+    assert sorted(saved_steps(tmp_path / "checkpoints")) == [1, 2]
+
+
 @pytest.mark.parametrize("is_half_deleted", [False, True])
 def test_checkpoint_of_an_attempt_that_was_given_up_goes(tmp_path, is_half_deleted):
     """The run went back from step 3 to step 2, and was killed then; step 4 is of the next attempt."""

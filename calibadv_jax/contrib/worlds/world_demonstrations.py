@@ -29,7 +29,7 @@ AGE_SHARE = 0.4
 # Share of the two-hop demonstrations without haste that show only how the last look-up is read. The rest is
 # cut after two searches.
 SECOND_HALF_SHARE = 0.5
-EQUAL_SHARE = 0.5  # Share of comparison drills that keep the two names equal.
+CHANGED_SHARE = 0.5  # Share of comparison drills that draw one word of the second name again, or both.
 SIZES = {"person": 60, "city": 20, "company": 20, "work": 20}
 Turns = tuple[DemoTurn, ...]
 
@@ -128,7 +128,7 @@ def _same_or_not(rng: np.random.Generator) -> Demonstration:
     first_words, second_words = POOLS[kind]
     left = [str(rng.choice(first_words)), str(rng.choice(second_words))]
     right = list(left)
-    if rng.random() >= EQUAL_SHARE:
+    if rng.random() >= CHANGED_SHARE:
         return _comparison_drill(left, right)
     changed = ("first", "second", "both")[rng.integers(3)]
     if changed != "second":
