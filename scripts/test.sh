@@ -232,6 +232,7 @@ export PATH="$venv/bin:$PATH"
 # Many tests and the programs they start compile the same computations: each is compiled once.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$venv/jax_cache}"
 forget_unused "$venv/jax_cache"
+forget_unused "$venv/jax_cache_older_emitters"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 echo "== versions"

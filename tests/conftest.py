@@ -25,24 +25,6 @@ if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 
 
-def use_older_emitters() -> None:
-    """Let XLA compile programs for CPUs in a third of the time; JAX 0.12 no longer has these emitters.
-
-    XLA reads the variable once, when it starts. Programs that a test starts do not get it.
-    """
-    before = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{before or ''} --xla_cpu_use_fusion_emitters=false"
-    try:
-        jax.devices()
-    finally:
-        del os.environ["XLA_FLAGS"]
-        if before is not None:
-            os.environ["XLA_FLAGS"] = before
-
-
-if jax.config.jax_platforms == "cpu" and jax.__version_info__ < (0, 11):
-    use_older_emitters()
-
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
@@ -74,8 +56,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="fuzz tests try all their cases (minutes more)")
 
 
+def use_older_emitters() -> None:
+    """Let XLA compile programs for CPUs in a third of the time; JAX 0.11 no longer has these emitters.
+
+    XLA reads the variable once, when it starts. Programs that a test starts do not get it, and so must not
+    find in the cache what was compiled with it: its keys do not tell the two apart.
+    """
+    cache = jax.config.jax_compilation_cache_dir
+    if cache:
+        jax.config.update("jax_compilation_cache_dir", f"{cache}_older_emitters")
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{before or ''} --xla_cpu_use_fusion_emitters=false"
+    try:
+        jax.devices()
+    finally:
+        del os.environ["XLA_FLAGS"]
+        if before is not None:
+            os.environ["XLA_FLAGS"] = before
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuses two modules of one name: tests are imported by it, so that one would hide the other."""
+    """Choose the compiler of the quick part, and refuse two modules of one name.
+
+    Tests are imported by their names, so that one would hide the other. Slow tests, and those that are run
+    by themselves, have the compiler that users have.
+    """
+    is_quick = "not slow" in config.option.markexpr
+    if is_quick and jax.config.jax_platforms == "cpu" and jax.__version_info__ < (0, 11):
+        use_older_emitters()
+    refuse_equal_names()
+
+
+def refuse_equal_names() -> None:
+    """Refuse two modules of one name."""
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))

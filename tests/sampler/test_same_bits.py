@@ -11,6 +11,8 @@ from tiny_policy import WIDER, tiny
 from calibadv_jax.config import MeshConfig
 from calibadv_jax.sampler.stop_rule import StopRule
 
+pytestmark = pytest.mark.slow  # with the compiler that users have: the quick part has another one
+
 LENGTH = 200  # four widths of the cache
 # Layers of the quickstart's size: of very small ones XLA computes all shapes alike.
 CONFIG = WIDER | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -40,7 +42,6 @@ def sample(sampler, numbers, prompt=short_prompt):
     return sample_sessions(sampler, numbers, prompt, 398, completion=12, observation=53)
 
 
-@pytest.mark.medium
 def test_bits_do_not_depend_on_other_rows(sampler):
     together = sample(sampler, list(NUMBERS))
     shuffled = random.Random(3).sample(NUMBERS, len(NUMBERS))
@@ -49,7 +50,6 @@ def test_bits_do_not_depend_on_other_rows(sampler):
         assert sample(sampler, [number])[number] == together[number]
 
 
-@pytest.mark.medium
 def test_copied_prompts_equal_computed_ones(sampler, monkeypatch):
     engine, copies = sampler._engine, []
     plan = engine._prefixes.plan_fill
