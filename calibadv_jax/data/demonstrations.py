@@ -320,12 +320,8 @@ def _message_turns(
     while index < len(messages):
         message = messages[index]
         place = f"{where}: message {index + 1} of {key!r}"
-        if message.role != "assistant":
-            asks = "a second request of the user" if message.role == "user" else f"a {message.role} message"
-            raise UserError(
-                f"{place}: {asks} where a message of the assistant must stand; a demonstration is one"
-                " request: make a row of each"
-            )
+        if message.role == "system":
+            raise UserError(f"{place}: a system message inside the chat")
         index += 1
         replies = []
         while index < len(messages) and messages[index].role not in ("assistant", "system"):

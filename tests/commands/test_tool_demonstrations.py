@@ -146,6 +146,10 @@ def test_untrained_messages_are_context(tmp_path):
         ),
         ([{"role": "user", "content": "x", "tool_calls": called("x")["tool_calls"]}], "message 1 of"),
         ([ASKED, said("")], "the message is empty"),
+        (
+            [ASKED, called("x"), answered("y"), {"role": "system", "content": "Be brief."}, said("Ann")],
+            "message 4 of 'messages': a system message inside the chat",
+        ),
     ],
 )
 def test_bad_chat_is_refused(tmp_path, chat, message):

@@ -1,6 +1,7 @@
 """The table of trajectories that services show."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,6 +42,13 @@ def test_row_shows_question_answer_and_credit():
     assert row["softened turns"] == sum(credits[1].softened[place])
     assert row["transcript"].startswith(trajectory.turns[0].text)
     assert max(len(each["transcript"]) for each in rows) <= MAX_TRANSCRIPT
+
+
+def test_estimator_that_softens_nothing_has_no_softened_turns():
+    groups = scored_groups(1)
+    credits = compute_advantages(groups, AdvantageConfig(name="grpo")).credits
+    rows = trajectory_table(7, groups, [replace(credit, softened=[]) for credit in credits])
+    assert {row[COLUMNS.index("softened turns")] for row in rows} == {0}
 
 
 def test_failed_trajectory_has_an_error_and_no_credit():
