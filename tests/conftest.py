@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def use_older_emitters() -> None:
-    """Let XLA compile programs for CPUs in a third of the time; JAX 0.11 no longer has these emitters.
+    """Let XLA compile programs for CPUs in a third of the time; JAX 0.12 refuses the flag.
 
     XLA reads the variable once, when it starts. Programs that a test starts do not get it, and so must not
     find in the cache what was compiled with it: its keys do not tell the two apart.

@@ -72,8 +72,8 @@ class Sampler:
 
     async def generate(self, token_ids, sampling, session):
         encoder = make_encoder(self.config, WORDS[self.config.rollout.protocol])
-        said = DemoTurn(script(session, self.turns[session]))
-        (turn,) = encoder.turns(Demonstration(QUESTIONS[0], (said,)), "")
+        demo_turn = DemoTurn(script(session, self.turns[session]))
+        (turn,) = encoder.turns(Demonstration(QUESTIONS[0], (demo_turn,)), "")
         ids = turn.token_ids.tolist()
         self.turns[session] += 1
         assert len(ids) <= sampling.max_tokens

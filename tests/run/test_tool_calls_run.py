@@ -178,7 +178,7 @@ def test_adapters_and_a_critic_learn_from_tool_calls(parts, tmp_path):
 
 
 def test_thoughts_are_closed_at_their_budget(parts, tmp_path):
-    """The chat template opens a thought, which this policy hardly ever closes; kept steps replay."""
+    """The chat template opens a thought, which this policy hardly ever closes."""
     shared, _ = parts
     policy = write_policy(tmp_path / "thinker", THINKING_TEMPLATE)
     folder, log = tmp_path / "run", tmp_path / "log"
