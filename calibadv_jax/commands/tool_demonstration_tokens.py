@@ -88,7 +88,6 @@ class ToolEncoder(DemonstrationEncoder):
             turn = self.read_turn(text, opening, "eos", demo_turn.trained)
             replies = replies_of(demo_turn)
             if message.calls and (replies or number < last):
-                turn.calls = message.calls
                 observation = self._observe(turn, replies)
                 turn.observation_ids = observation.ids
                 turn.observation_text = observation.text
