@@ -3,6 +3,9 @@
     git worktree add ../before COMMIT
     python -m benchmarks.same_results ../before . --output /tmp/same
 
+Where the quickstart was changed on purpose, give the config of the second checkout that is the first one's
+quickstart: `--config-after configs/quickstart_long.yaml`.
+
 Both run with this Python and the same settings: cold start, index, six steps with a KL term and checkpoints,
 export, evaluation before and after. Compared bit for bit: every metric but times, every column of the
 trajectories but seconds, the exported weights, the world and both evaluations. What only the second checkout
@@ -34,11 +37,11 @@ WEIGHTS = "hf/model.safetensors"
 FILES = ("world/corpus.jsonl", "world/train.jsonl", "world/eval.jsonl")
 
 
-def run(checkout: Path, output: Path) -> Path:
+def run(checkout: Path, config: str, output: Path) -> Path:
     """Run the short quickstart of a checkout and replay its last step; returns the run's folder."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "JAX_NUM_CPU_DEVICES": "2"}
     folder = output / "run"
-    train = ["quickstart", "--config", "configs/quickstart.yaml", f"run.dir={folder}", *SETTINGS]
+    train = ["quickstart", "--config", config, f"run.dir={folder}", *SETTINGS]
     for arguments in (train, ["replay", str(folder)]):
         command = [sys.executable, "-m", "calibadv_jax", *arguments]
         process = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
@@ -58,14 +61,17 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def trajectories(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the columns of each step's trajectories, without durations, and each of their metrics."""
+    """Return the columns of each step's trajectories, without durations; metrics and turns by field."""
     columns = {}
     for path in sorted((folder / "rollouts").glob("*.parquet")):
         table = pq.read_table(path).drop_columns(["seconds"])
         metrics = [dict(row) for row in table["metrics"].to_pylist()]
-        columns[path.name] = table.drop_columns(["metrics"]).to_pydict()
+        turns = table["turns"].to_pylist()
+        columns[path.name] = table.drop_columns(["metrics", "turns"]).to_pydict()
         for name in sorted(set().union(*metrics)):
             columns[path.name][f"metrics/{name}"] = [row.get(name) for row in metrics]
+        for field in table["turns"].type.value_type.names:
+            columns[path.name][f"turns/{field}"] = [[turn[field] for turn in row] for row in turns]
     return columns
 
 
@@ -117,10 +123,17 @@ def main() -> int:
     parser.add_argument("before", type=Path, help="a checkout")
     parser.add_argument("after", type=Path, help="another one")
     parser.add_argument("--output", type=Path, required=True, help="folder of both runs; must not exist")
+    parser.add_argument(
+        "--config", default="configs/quickstart.yaml", help="config to train, in each checkout (%(default)s)"
+    )
+    parser.add_argument("--config-after", help="another one for the second checkout")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True)
-    names = {"before": arguments.before.resolve(), "after": arguments.after.resolve()}
-    folders = [run(checkout, arguments.output.resolve() / name) for name, checkout in names.items()]
+    output = arguments.output.resolve()
+    folders = [
+        run(arguments.before.resolve(), arguments.config, output / "before"),
+        run(arguments.after.resolve(), arguments.config_after or arguments.config, output / "after"),
+    ]
     lines, added = differences(*folders)
     if added:
         sys.stdout.write(f"only in {arguments.after}: {', '.join(sorted(added))}\n")
