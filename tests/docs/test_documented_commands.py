@@ -43,6 +43,7 @@ EXCEPTIONS = {  # words of a command -> why it is not run here
     "--config configs/own_data.yaml": "needs a 3B policy and a running service",
     "--config configs/one_gpu.yaml": "needs a 1.5B policy and a running service",
     "--config configs/own_data_7b.yaml": "needs a 7B policy and a running service",
+    "--config configs/real_two_searches.yaml": "needs a 0.5B policy",
     "--tokens 4000": "planned by tests/docs/test_paper_docs.py with the shipped configs",
     "policy.path=PeterJinGo/": "downloads a policy from the hub",
     "rollout.protocol=tool_calls": "needs a tokenizer whose chat template shows tools",

@@ -1,0 +1,139 @@
+"""Questions that need two passages: the files and the measures of experiments/second_search_real.md.
+
+    python -m experiments.two_passages select DEMONSTRATIONS TEST --output FOLDER
+    python -m experiments.two_passages measure EVALUATION.jsonl …
+
+`select` takes what `calibadv demonstrate` wrote and the test questions, and writes those of hotpotqa,
+2wikimultihopqa and musique that name two passages or more: `demonstrations.jsonl` (all with two searches, and
+ONE_SEARCH with one), `questions.jsonl` (of all with one or two searches, to train on) and `test.jsonl`.
+
+`measure` prints a line for each evaluation: its scores, the share of the questions whose answer stands in
+what the searches returned (yes and no never count), and what the first query is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from calibadv_jax.contrib.support_search import YES_NO, holds
+from calibadv_jax.core.files import write_jsonl
+from calibadv_jax.evaluation.records import read_rows
+from calibadv_jax.metrics.console import table
+
+SOURCES = ("hotpotqa", "2wikimultihopqa", "musique")
+ONE_SEARCH = 200  # demonstrations in which one search finds both passages
+SCORES = ("f1", "em", "format", "searches", "evidence", "tokens")
+SEED = 0
+
+Row = Mapping[str, Any]
+
+
+def needs_two(row: Row) -> bool:
+    """Return whether a question is of the kind that is studied: two supporting passages or more."""
+    return row["data_source"] in SOURCES and len(row["supporting_ids"]) >= 2
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def select(demonstrations: Iterable[Row], test: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each file that `select` writes.
+
+    Args:
+        demonstrations: rows of the file of `calibadv demonstrate`.
+        test: rows of the test questions.
+
+    Returns:
+        Name of a file -> its rows; the order of the demonstrations is drawn.
+    """
+    by_searches: dict[int, list[Row]] = {1: [], 2: []}
+    for row in demonstrations:
+        num_searches = len(row["turns"]) - 1  # the last turn answers
+        if needs_two(row) and num_searches in by_searches:
+            by_searches[num_searches].append(row)
+    rng = random.Random(SEED)
+    once, twice = by_searches[1], by_searches[2]
+    chosen = twice + rng.sample(once, min(ONE_SEARCH, len(once)))
+    rng.shuffle(chosen)
+    questions: list[Row] = [
+        {name: value for name, value in row.items() if name != "turns"} for row in (*once, *twice)
+    ]
+    return {
+        "demonstrations.jsonl": chosen,
+        "questions.jsonl": questions,
+        "test.jsonl": [row for row in test if needs_two(row)],
+    }
+
+
+def answer_is_returned(row: Row, trajectory: Row) -> bool | None:
+    """Return whether an accepted answer stands in what the searches returned; None for yes and no."""
+    answers = [answer for answer in row["golden_answers"] if answer.lower() not in YES_NO]
+    if not answers:
+        return None
+    read = "\n".join(turn["observation"] for turn in trajectory["turns"])
+    return any(holds(read, answer) for answer in answers)
+
+
+def first_query_is_question(row: Row, trajectory: Row) -> bool | None:
+    """Return whether the first search asks for the question's own text; None without a search."""
+    searches = [turn["text"] for turn in trajectory["turns"] if turn["kind"] == "search"]
+    return holds(searches[0], row["question"]) if searches else None
+
+
+def measure(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the measures of an evaluation's rows with evidence, each trajectory counted once, as texts."""
+    pairs = [
+        (row, trajectory)
+        for row in rows
+        for trajectory in row["trajectories"]
+        if "evidence" in trajectory["scores"]
+    ]
+    columns = {"questions": str(len({row["id"] for row, _ in pairs}))}
+    for name in SCORES:
+        columns[name] = _mean([trajectory["scores"][name] for _, trajectory in pairs])
+    columns["searched again"] = _mean([trajectory["scores"]["searches"] > 1 for _, trajectory in pairs])
+    columns["answer returned"] = _mean([answer_is_returned(*pair) for pair in pairs])
+    columns["first query is the question"] = _mean([first_query_is_question(*pair) for pair in pairs])
+    return columns
+
+
+def _mean(values: Iterable[float | None]) -> str:
+    """Return the mean of the values that are known, as text; "-" where none is."""
+    known = [value for value in values if value is not None]
+    return f"{statistics.fmean(known):.3f}" if known else "-"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    selecting = commands.add_parser("select", help="write the files of the study")
+    selecting.add_argument("demonstrations", type=Path, help="of calibadv demonstrate")
+    selecting.add_argument("test", type=Path, help="the test questions")
+    selecting.add_argument("--output", type=Path, required=True, help="folder of the files")
+    measuring = commands.add_parser("measure", help="print the measures of evaluations")
+    measuring.add_argument("evaluations", type=Path, nargs="+", help=".jsonl files of calibadv evaluate")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "select":
+        for name, rows in select(read_jsonl(arguments.demonstrations), read_jsonl(arguments.test)).items():
+            write_jsonl(arguments.output / name, rows)
+            sys.stdout.write(f"{arguments.output / name}: {len(rows)} rows\n")
+        return 0
+    measured = {path.stem: measure([row for _, row in read_rows(path)]) for path in arguments.evaluations}
+    names = list(next(iter(measured.values())))
+    lines = [[title, *columns.values()] for title, columns in measured.items()]
+    sys.stdout.write(table(lines, ["evaluation", *names]) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
