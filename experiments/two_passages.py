@@ -14,7 +14,6 @@ what the searches returned (yes and no never count), and what the first query is
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 from calibadv_jax.contrib.support_search import YES_NO, holds
 from calibadv_jax.core.files import write_jsonl
+from calibadv_jax.data import row_files
 from calibadv_jax.evaluation.records import read_rows
 from calibadv_jax.metrics.console import table
 
@@ -38,10 +38,6 @@ Row = Mapping[str, Any]
 def needs_two(row: Row) -> bool:
     """Return whether a question is of the kind that is studied: two supporting passages or more."""
     return row["data_source"] in SOURCES and len(row["supporting_ids"]) >= 2
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def select(demonstrations: Iterable[Row], test: Iterable[Row]) -> dict[str, list[Row]]:
@@ -83,7 +79,7 @@ def answer_is_returned(row: Row, trajectory: Row) -> bool | None:
 
 
 def first_query_is_question(row: Row, trajectory: Row) -> bool | None:
-    """Return whether the first search asks for the question's own text; None without a search."""
+    """Return whether the question's text stands in the turn of the first search; None without a search."""
     searches = [turn["text"] for turn in trajectory["turns"] if turn["kind"] == "search"]
     return holds(searches[0], row["question"]) if searches else None
 
@@ -107,8 +103,8 @@ def measure(rows: Sequence[Row]) -> dict[str, str]:
 
 def _mean(values: Iterable[float | None]) -> str:
     """Return the mean of the values that are known, as text; "-" where none is."""
-    known = [value for value in values if value is not None]
-    return f"{statistics.fmean(known):.3f}" if known else "-"
+    numbers = [value for value in values if value is not None]
+    return f"{statistics.fmean(numbers):.3f}" if numbers else "-"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,7 +120,11 @@ def main(argv: list[str] | None = None) -> int:
     measuring.add_argument("evaluations", type=Path, nargs="+", help=".jsonl files of calibadv evaluate")
     arguments = parser.parse_args(argv)
     if arguments.command == "select":
-        for name, rows in select(read_jsonl(arguments.demonstrations), read_jsonl(arguments.test)).items():
+        demonstrations, test = (
+            [row for _, row in row_files.read_rows(path)]
+            for path in (arguments.demonstrations, arguments.test)
+        )
+        for name, rows in select(demonstrations, test).items():
             write_jsonl(arguments.output / name, rows)
             sys.stdout.write(f"{arguments.output / name}: {len(rows)} rows\n")
         return 0

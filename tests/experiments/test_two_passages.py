@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from calibadv_jax.data.row_files import read_rows
 from experiments import two_passages
 
 pytestmark = pytest.mark.medium  # of an experiment's program
@@ -32,7 +33,7 @@ def test_only_questions_that_need_two_passages_are_chosen(tmp_path, capsys):
     assert "demonstrations.jsonl: 207 rows" in capsys.readouterr().out
     first = (tmp_path / "demonstrations.jsonl").read_bytes()
     chosen, questions, test = (
-        two_passages.read_jsonl(tmp_path / f"{name}.jsonl")
+        [row for _, row in read_rows(tmp_path / f"{name}.jsonl")]
         for name in ("demonstrations", "questions", "test")
     )
     assert sum(len(row["turns"]) == 3 for row in chosen) == 7
