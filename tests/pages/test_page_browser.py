@@ -157,6 +157,20 @@ def test_evaluations_are_shown_question_by_question(served, page, evaluated_run)
         assert page.locator("#chart").is_visible()
 
 
+def test_group_that_comes_late_does_not_replace_the_evaluations(served, page, evaluated_run):
+    held = []
+    page.route("**/data/group_2_0.json", lambda route: held.append(route))
+    with served(evaluated_run) as address:
+        open_page(page, address)
+        page.click("#views [data-view='evaluation']")
+        page.wait_for_selector("#detail[data-ready='evaluation']")
+        with page.expect_response("**/data/group_2_0.json") as response:
+            held[0].continue_()
+        response.value.finished()
+        page.wait_for_timeout(100)
+        assert page.locator("#message tbody tr").count() == 3
+
+
 def test_text_of_evaluations_stays_text(served, page, evaluated_run):
     with served(evaluated_run) as address:
         open_page(page, f"{address}/#view=evaluation&question=0")

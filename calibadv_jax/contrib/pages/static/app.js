@@ -242,7 +242,7 @@ async function showState() {
   const { step, group } = state;
   try {
     const transcript = await load(`data/group_${step}_${group}.json`);
-    if (state.step !== step || state.group !== group) return; // another one was chosen meanwhile
+    if (isEvaluation() || state.step !== step || state.group !== group) return; // another one was chosen meanwhile
     showGroup(transcript, groupHere(), chooseTrajectory);
     focusTrajectory(state.trajectory);
   } catch (error) {
@@ -255,7 +255,7 @@ async function showChosenQuestion() {
   const { number } = questionHere();
   try {
     const answers = await load(`data/question_${number}.json`);
-    if (state.question === number) showQuestion(answers);
+    if (isEvaluation() && state.question === number) showQuestion(answers);
   } catch (error) {
     fail(error);
   }
