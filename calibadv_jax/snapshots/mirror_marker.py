@@ -196,7 +196,8 @@ class Marker:
         Raises:
             TakenOver: another start owns the marker.
             UserError: the store ignores conditional puts.
-            OSError: the answer to an earlier write was lost; the next try knows of that write.
+            OSError: the answer to an earlier write was lost, and the next try knows of that write; or the
+                store was emptied meanwhile, and the next try begins another copy.
         """
         version = version.model_copy(update={"number": version.number + 1})
         # Listed before the write, so that no upload of a newer start is among them.
@@ -206,7 +207,10 @@ class Marker:
         is_created = self._store.create(f"{MARKER}/{name}", text)
         if is_created and claims and self._store.create(f"{MARKER}/{name}", text):
             raise UserError(f"{self._key}: the store ignores conditional puts (If-None-Match); use another")
-        *older, newest = self._names()
+        names = self._names()
+        if not names:
+            raise OSError("the store was emptied while the marker was written")
+        *older, newest = names
         # A number whose object was deleted can be created again: then `newest` is another one.
         is_newest = is_created and newest == name
         if not is_newest and self.read_owned() != version:
