@@ -47,6 +47,7 @@ from calibadv_jax.run.comparison import COLD_START_KEYS, changed_keys, differenc
 from calibadv_jax.run.fingerprints import cold_start_identity
 from calibadv_jax.run.model import Model, adapter_base, build_model, initial_params
 from calibadv_jax.run.tracking import COLD_START_KIND, describe_run
+from calibadv_jax.run.untrained_tokens import check_control_tokens
 from calibadv_jax.snapshots.checkpoint import CheckpointStore, newest_step
 from calibadv_jax.snapshots.huggingface import save_folder
 
@@ -104,6 +105,7 @@ def _run(config: Config, console: Console) -> None:
     sft = dataclasses.replace(config.sft, pack_length=config.sft_row_length)
     config = dataclasses.replace(config, sft=sft)
     model = build_model(config, sft.init_from, Adapters.from_config(config.policy.lora))
+    check_control_tokens(config, model, sft.init_from)
     training, held_out = _own_demonstrations(config, model.tokenizer, console.warn)
     updates = [
         count_updates(config, phase, training, model.tokenizer, config.run.seed + number)

@@ -46,6 +46,7 @@ from calibadv_jax.run.model import Model, build_model, check_start
 from calibadv_jax.run.recomputation import with_chosen_remat
 from calibadv_jax.run.state import RunState
 from calibadv_jax.run.trainer import UpdateResult
+from calibadv_jax.run.untrained_tokens import check_control_tokens
 from calibadv_jax.run.wiring import check_inputs, group_parts, impatient, open_rollouts
 from calibadv_jax.snapshots.checkpoint import newest_step
 
@@ -175,6 +176,7 @@ def _prepare(
         model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
         if _begins_with_weights(config):
             check_start(config, model)
+            check_control_tokens(config, model, config.policy.path)
         if config.teacher.is_on:
             asked = impatient(config) if faults else config
             model = load_optional("teacher").check_teacher(asked, model)

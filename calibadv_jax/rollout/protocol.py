@@ -205,6 +205,11 @@ class TurnProtocol(ABC):
             it and the answer.
         """
 
+    @property
+    @abstractmethod
+    def control_ids(self) -> frozenset[int]:
+        """Tokens beyond the tokenizer's plain vocabulary that the policy itself has to write."""
+
     def describe(self) -> list[str]:
         """Return what the start of a run says about the protocol, in sentences, one a line."""
         return []
@@ -233,6 +238,16 @@ class TurnProtocol(ABC):
     def close_thought(self) -> Observation:
         """Return what closes a thought that has reached its limit."""
         return Observation()
+
+
+def added_ids(tokenizer: Any, text: str) -> frozenset[int]:
+    """Return the added tokens in a text, such as control tokens.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: the text.
+    """
+    return frozenset(encode(tokenizer, text)).intersection(tokenizer.added_tokens_decoder)
 
 
 def read_text(completion: Completion, tokenizer: Any) -> str:

@@ -25,6 +25,7 @@ from calibadv_jax.rollout.protocol import (
     Observation,
     ProtocolSettings,
     TurnProtocol,
+    added_ids,
     call_action,
     read_text,
 )
@@ -68,6 +69,11 @@ class TagProtocol(TurnProtocol):
     def begin_answer(self, opening: str) -> tuple[str, str]:
         """Return an empty thought and the tag of the answer, and a space."""
         return begin_answer_in_tags(opening)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The tags that the tokenizer has as tokens of their own."""
+        return added_ids(self.settings.tokenizer, "".join(self.grammar.tags))
 
     def diagnose(self) -> list[str]:
         """Return the number of tokens of each tag, and whether the tokenizer supports tool calls too."""

@@ -41,6 +41,7 @@ from calibadv_jax.rollout.protocol import (
     Observation,
     ProtocolSettings,
     TurnProtocol,
+    added_ids,
     call_action,
     read_text,
 )
@@ -101,6 +102,11 @@ class ToolProtocol(TurnProtocol):
                 messages.append(("system", prompt.system.replace(ANSWER_FORMAT_PLACE, answer_format)))
             messages.append(("user", text.join(prompt.user.split(QUESTION_PLACE))))
         return self.template.prompt([{"role": role, "content": content} for role, content in messages])
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The control tokens of a call, and those that end a turn."""
+        return added_ids(self.settings.tokenizer, self.format.call_tokens()) | self.end_of_turn_ids
 
     def describe(self) -> list[str]:
         """Return the format of the calls, and whether the rollout is the template's own rendering."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -99,6 +99,27 @@ def check_weights(folder: Path, policy: Policy) -> str:
     with _policy_weights(folder, policy, with_values=False) as weights:
         num_files = len(set(weights.path_of.values()))
         return f"{len(weights.files)} tensors in {num_files} file(s) of {folder} have the policy's shapes"
+
+
+def read_head_rows(folder: Path, policy: Policy, rows: Sequence[int]) -> np.ndarray:
+    """Read rows of a folder's output head: the vectors that give the logits of these tokens.
+
+    Args:
+        folder: a HuggingFace folder.
+        policy: the policy that the folder holds.
+        rows: ids of the tokens.
+
+    Returns:
+        float32 [len(rows), D]; of the embeddings, if they are tied to the head.
+
+    Raises:
+        UserError: files are damaged, or tensors do not fit the policy.
+    """
+    is_tied = policy.architecture.tie_word_embeddings
+    name = WEIGHTS["embed.embedding" if is_tied else "lm_head.kernel"].hf
+    with _policy_weights(folder, policy, with_values=False) as weights:
+        read = [weights.read(name, (slice(row, row + 1), slice(None)))[0] for row in rows]
+    return np.asarray(read, np.float32).reshape(len(rows), policy.architecture.hidden_size)
 
 
 def read_base_tensors(folder: Path, policy: Policy, dtype: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from calibadv_jax.run.choices import describe_choices
 from calibadv_jax.run.configured_actions import check_tags, make_actions
 from calibadv_jax.run.configured_protocol import configured_protocol
 from calibadv_jax.run.model import Model, build_model, find_folder
+from calibadv_jax.run.untrained_tokens import untrained_text, untrained_tokens
 from calibadv_jax.run.wiring import impatient
 from calibadv_jax.sampler.rollout_workers import find_workers
 from calibadv_jax.sampler.vllm_command import require_vllm
@@ -149,14 +150,19 @@ def check_policy(config: Config) -> list[str]:
 
 
 def weight_lines(config: Config, model: Model) -> list[str]:
-    """Check that the tensors of policy.path have the shapes of its config.json."""
+    """Check the shapes of policy.path's tensors, and that the protocol's control tokens were trained."""
     path = config.policy.path
     if not path:
         return []
     folder, _ = find_folder(config, path, resolved=model.pins)
     if hub.is_repository(path) and not any(folder.glob("*.safetensors")):
         return [f"not checked: the tensors of {path}, which are not downloaded yet"]
-    return [check_weights(folder, model.policy)]
+    lines = [check_weights(folder, model.policy)]
+    tokens = untrained_tokens(config, model, path)
+    if tokens:
+        status = "failed: " if config.policy.lora.rank else "warning: "
+        lines.append(f"{status}{path}: {untrained_text(tokens)}")
+    return lines
 
 
 def prompt_lines(config: Config, tokenizer: Any) -> list[str]:
