@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
@@ -13,6 +14,8 @@ import yaml
 from http_rig import Handler, serving
 from omegaconf import OmegaConf
 from record_rig import keep
+from safetensors.numpy import save_file
+from tools_rig import chat_tokenizer
 
 from calibadv_jax import cli
 from calibadv_jax.config import Config, load_config
@@ -25,7 +28,7 @@ from calibadv_jax.rollout_store.reader import find_step
 
 SECRET = "hunter2hunter2"
 # Commands that read no config of a run, or only show it: they succeed on any run, whatever its config says.
-READING = ("inspect", "report", "compare", "select-rollouts", "prepare-data", "configs")
+READING = ("inspect", "report", "compare", "select-rollouts", "prepare-data", "init-tokens", "configs")
 CONFIG = "--config=gift/configs/0.yaml"
 # Command -> its arguments, with the given run in gift/. A new command is added here, or the test fails.
 ARGUMENTS = {
@@ -41,6 +44,7 @@ ARGUMENTS = {
     "compare": ["gift/evaluation.jsonl", "gift/other.jsonl"],
     "select-rollouts": ["gift", "--output=own/demonstrations.jsonl", "--min-score=0"],
     "prepare-data": ["gift/train.jsonl", "--output=own/data.jsonl"],
+    "init-tokens": ["gift/model", "--tokens=<tool_call>", "--output=own/model"],
     "configs": [],
 }
 # What each command would do by the run's config, and nothing else: its refusal names all of it.
@@ -199,6 +203,7 @@ def gift(tmp_path, monkeypatch, server):
     (folder / "metrics.jsonl").write_text('{"step": 7, "reward/f1": 0.5}\n')
     (folder / "policy").mkdir()
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "policy/tokenizer.json"))
+    write_model(folder / "model")
     (folder / "checkpoints").mkdir()
     scores = {"f1": 1.0, "em": 1.0, "cover_em": 1.0}
     row = dict.fromkeys(FIELDS, "") | {"id": "1", "temperature": "0", "data_source": "a", "scores": scores}
@@ -207,6 +212,19 @@ def gift(tmp_path, monkeypatch, server):
     (folder / "train.jsonl").write_text('{"id": "1", "question": "Who?", "golden_answers": ["Ann"]}\n')
     (folder / "retriever.log").symlink_to(tmp_path / "own/notes")
     return folder
+
+
+def write_model(folder):
+    """A HuggingFace folder whose files name code to load the tokenizer with."""
+    tokenizer = chat_tokenizer()
+    tokenizer.save_pretrained(folder)
+    code = {"auto_map": {"AutoTokenizer": ["given_tool.Tool", "given_tool.Tool"]}}
+    for name in ("config.json", "tokenizer_config.json"):
+        path = folder / name
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(fields | code))
+    embedding = np.ones((len(tokenizer), 4), np.float32)
+    save_file({"model.embed_tokens.weight": embedding}, folder / "model.safetensors")
 
 
 def tree(folder):

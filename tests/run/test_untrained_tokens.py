@@ -21,7 +21,7 @@ from calibadv_jax.snapshots.huggingface import save_folder
 
 UNUSED_IDS = 5
 CALL = ("<tool_call>", "</tool_call>")
-REFUSAL = "<tool_call>, </tool_call>: never trained.*sft with policy.lora.rank=0"
+REFUSAL = "<tool_call>, </tool_call>: never trained.*calibadv init-tokens"
 
 
 @pytest.fixture(scope="module")
