@@ -57,7 +57,7 @@ TOOLS = {
     "compare": "Test the difference of two evaluations on the same questions.",
     "select-rollouts": "Demonstrations for sft from the best kept rollouts.",
     "prepare-data": "Convert and filter question files of any known layout.",
-    "init-tokens": "A model whose untrained control tokens have the embeddings of their text.",
+    "init-tokens": "A model whose untrained control tokens have embeddings of their own.",
     "configs": "List the shipped configs, or copy one to edit it.",
 }
 # Programs outside of this package, which parse their own arguments: the module to run, and the description.

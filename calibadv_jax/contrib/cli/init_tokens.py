@@ -1,8 +1,9 @@
-"""Gives untrained tokens the embeddings of their text: ``calibadv init-tokens MODEL --tokens … --output``.
+"""Gives untrained tokens rows of their own: ``calibadv init-tokens MODEL --tokens … --output FOLDER``.
 
-The rows of a token, in the embeddings and in the output head, become the mean of the rows of the tokens that
-its text has without it: of "<", "tool", "_call" and ">" for "<tool_call>". So the token differs from the ids
-without a use, and adapters can learn to write it.
+The rows of a token, in the embeddings and in the output head, are drawn from the normal distribution that the
+other tokens' rows have, dimension by dimension. So the token has a direction of its own, and adapters can
+learn to write it. The mean of the rows of the token's text would not do: its logit is the mean of their
+logits, so that one of them is always as likely.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -31,6 +31,7 @@ from calibadv_jax.snapshots.huggingface import (
 )
 from calibadv_jax.snapshots.weight_files import INDEX, SINGLE, open_weights, weight_files
 
+MOST_ROWS = 4096  # of a table, evenly spaced, from which its mean and its deviation are taken
 # Ends of the names of the tensors that have a row for each token.
 TABLES = tuple(WEIGHTS[path].hf.removeprefix("model.") for path in ("embed.embedding", "lm_head.kernel"))
 
@@ -47,23 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the folder, and print the pieces of each token."""
-    pieces = init_tokens(arguments.model, arguments.tokens, arguments.output)
-    for token, texts in pieces.items():
-        sys.stdout.write(f"{token}: the mean of {' '.join(texts)}\n")
+    """Write the folder, and say so."""
+    init_tokens(arguments.model, arguments.tokens, arguments.output)
     sys.stdout.write(f"written to {arguments.output}\n")
 
 
-def init_tokens(model: Path, tokens: Sequence[str], output: Path) -> dict[str, list[str]]:
-    """Write a copy of a model in which tokens have the mean of the embeddings of their text.
+def init_tokens(model: Path, tokens: Sequence[str], output: Path) -> None:
+    """Write a copy of a model in which tokens have rows of their own.
 
     Args:
         model: a HuggingFace folder; it is not changed.
         tokens: added tokens of its tokenizer.
         output: the folder to write, complete or not at all.
-
-    Returns:
-        The pieces of each token.
 
     Raises:
         UserError: `output` exists, a token is not one of the tokenizer's added ones, or files of the model
@@ -74,41 +70,23 @@ def init_tokens(model: Path, tokens: Sequence[str], output: Path) -> dict[str, l
     hf_config = read_hf_config(model)
     weights = weight_files(model)
     tokenizer = load_tokenizer(model)
-    pieces = {token: _pieces(tokenizer, token) for token in tokens}
-    rows = {tokenizer.convert_tokens_to_ids(token): ids for token, ids in pieces.items()}
+    added = {str(entry): number for number, entry in tokenizer.added_tokens_decoder.items()}
+    unknown = [token for token in tokens if token not in added]
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        raise UserError(f"{names}: no added token of the tokenizer; these are: {' '.join(added)}")
     with atomic_folder(output) as partial:
         for path in weights:
-            _write_weights(path, partial / path.name, rows)
+            _write_weights(path, partial / path.name, [added[token] for token in tokens])
         if weights != [model / SINGLE]:
             write_text(partial / INDEX, (model / INDEX).read_text(encoding="utf-8"))
         copy_tokenizer(model, partial)
         write_json(partial / CONFIG, hf_config)
         write_text(partial / CARD, _card(model, tokens))
-    return {token: tokenizer.convert_ids_to_tokens(ids) for token, ids in pieces.items()}
 
 
-def _pieces(tokenizer: Any, token: str) -> list[int]:
-    """Return the tokens of a token's text, which is encoded in two halves so that it is not found in it.
-
-    Raises:
-        UserError: it is no added token, or its halves have added tokens.
-    """
-    added = {str(entry): number for number, entry in tokenizer.added_tokens_decoder.items()}
-    if token not in added:
-        raise UserError(f"{token!r} is no added token of the tokenizer; these are: {' '.join(added)}")
-    half = len(token) // 2
-    ids = []
-    for text in (token[:half], token[half:]):
-        ids += tokenizer.encode(text, add_special_tokens=False)
-    if not ids or set(ids).intersection(added.values()):
-        raise UserError(
-            f"{token!r} has no text of other tokens; train all parameters in the cold start instead"
-        )
-    return ids
-
-
-def _write_weights(source: Path, target: Path, rows: Mapping[int, Sequence[int]]) -> None:
-    """Copy a safetensors file, with rows of its tables replaced: row -> the rows whose mean it becomes."""
+def _write_weights(source: Path, target: Path, rows: Sequence[int]) -> None:
+    """Copy a safetensors file; these rows of its tables are drawn anew."""
     tensors = {}
     with open_weights([source]) as weights:
         for name in weights.files:
@@ -121,16 +99,23 @@ def _write_weights(source: Path, target: Path, rows: Mapping[int, Sequence[int]]
                         f" for every token of the tokenizer, in {', '.join(STORED_DTYPES)}"
                     )
                 tensor = tensor.copy()
-                for row, others in rows.items():
-                    tensor[row] = tensor[list(others)].astype(np.float32).mean(axis=0).astype(tensor.dtype)
+                for row in rows:
+                    tensor[row] = _drawn_row(tensor, row).astype(tensor.dtype)
             tensors[name] = tensor
     save_file(tensors, target, WRITER)
+
+
+def _drawn_row(table: np.ndarray, row: int) -> np.ndarray:
+    """Return a row [D] with the table's mean and deviation; a number always has the same."""
+    others = table[:: max(1, len(table) // MOST_ROWS)].astype(np.float32)
+    noise = np.random.default_rng(row).normal(size=table.shape[1])
+    return others.mean(axis=0) + others.std(axis=0) * noise
 
 
 def _card(model: Path, tokens: Sequence[str]) -> str:
     """Return the model card: what was changed."""
     names = ", ".join(json.dumps(token) for token in tokens)
     return (
-        f"{model.name}, in which `calibadv init-tokens` gave the tokens {names} the mean of the embeddings of"
-        " their text. All other weights are unchanged.\n"
+        f"{model.name}, in which `calibadv init-tokens` drew the rows of the tokens {names} anew, in the"
+        " embeddings and in the output head. All other weights are unchanged.\n"
     )
