@@ -52,10 +52,12 @@ EXCEPTIONS = {  # words of a command -> why it is not run here
 REFUSED = {  # a word of a command -> how it is refused
     "select-rollouts": "no trajectory with a score",  # this policy has learned nothing
     "demonstrate": "40 longer than rollout.max_turn_length",  # its turns are short
+    "init-tokens": "'<tool_call>', '</tool_call>': no added token",  # this tokenizer has words for tags
     "--adapter": "no checkpoint with adapters",  # it trains all parameters
 }
 STAND_INS = (  # what a reader has and this run has not -> what stands for it
     (r" (policy\.path|data\.train|data\.eval|retriever\.corpus)=\S+", ""),
+    (r"init-tokens runs/model", "init-tokens runs/a/sft"),
     (r"checkpoints/\d+", "checkpoints/2"),
     (r"--step \d+", "--step 2"),
     (r"\bRUN\b", "runs/a"),
