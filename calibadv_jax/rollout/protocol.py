@@ -247,7 +247,7 @@ def added_ids(tokenizer: Any, text: str) -> frozenset[int]:
         tokenizer: a tokenizer of transformers.
         text: the text.
     """
-    return frozenset(encode(tokenizer, text)).intersection(tokenizer.added_tokens_decoder)
+    return frozenset(encode(tokenizer, text)).intersection(tokenizer.get_added_vocab().values())
 
 
 def read_text(completion: Completion, tokenizer: Any) -> str:

@@ -81,7 +81,7 @@ def untrained_text(tokens: list[str]) -> str:
     """
     return (
         f"{', '.join(tokens)}: never trained, since the output head has the same row for ids without a token;"
-        " adapters (policy.lora) cannot teach the policy to write this. Give them rows of their own (calibadv"
-        " init-tokens), train all parameters in the cold start (policy.lora.rank=0), or use"
+        " adapters (policy.lora) cannot teach the policy to write this. Give the tokens rows of their own"
+        " (calibadv init-tokens), train all parameters in the cold start (policy.lora.rank=0), or use"
         " rollout.protocol=tags"
     )

@@ -72,6 +72,12 @@ def head_of(model, tensor):
     save_file({"lm_head.weight": tensor}, model / "b.safetensors")
 
 
+def rename_tables(model):
+    """As in a model of another family."""
+    (model / INDEX).unlink()
+    save_file({"transformer.wte.weight": np.ones((400, 4), np.float32)}, model / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("tokens", "damage", "message"),
     [
@@ -80,6 +86,7 @@ def head_of(model, tensor):
         (CALL, lambda model: (model / "b.safetensors").write_bytes(b"x"), "b.safetensors"),
         (CALL, lambda model: (model / "b.safetensors").unlink(), "names files that do not exist"),
         (CALL, lambda model: (model / "config.json").unlink(), "config.json: no such file"),
+        (CALL, rename_tables, "no tensor is named embed_tokens.weight or lm_head.weight"),
         (CALL, lambda model: head_of(model, np.ones((9, 4), np.float32)), r"lm_head.weight is F32 \[9, 4\]"),
         (CALL, lambda model: head_of(model, np.ones((400, 4), np.int8)), r"lm_head.weight is I8 \[400, 4\]"),
     ],

@@ -16,7 +16,7 @@ from calibadv_jax.contrib.cli import doctor
 from calibadv_jax.core.errors import UserError
 from calibadv_jax.policy.adapters import Adapters
 from calibadv_jax.run.model import build_model
-from calibadv_jax.run.untrained_tokens import untrained_tokens
+from calibadv_jax.run.untrained_tokens import MOST_UNUSED, untrained_tokens
 from calibadv_jax.snapshots.huggingface import save_folder
 
 UNUSED_IDS = 5
@@ -72,7 +72,7 @@ def config_of(folder, tmp_path, protocol="tool_calls", rank=4):
     )
 
 
-def found(config):
+def untrained_of(config):
     model = build_model(config, config.policy.path, Adapters.from_config(config.policy.lora))
     return untrained_tokens(config, model, config.policy.path)
 
@@ -80,21 +80,24 @@ def found(config):
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_tokens_with_the_rows_of_unused_ids_are_found(tmp_path, tokenizer_folder, is_tied):
     folder = write_policy(tmp_path / "policy", tokenizer_folder, is_tied=is_tied)
-    assert found(config_of(folder, tmp_path)) == ["<tool_call>", "</tool_call>"]
-    one = write_policy(tmp_path / "one", tokenizer_folder, ["</tool_call>"], is_tied)
-    assert found(config_of(one, tmp_path)) == ["</tool_call>"]
+    assert untrained_of(config_of(folder, tmp_path)) == ["<tool_call>", "</tool_call>"]
+    closing = write_policy(tmp_path / "closing", tokenizer_folder, ["</tool_call>"], is_tied)
+    assert untrained_of(config_of(closing, tmp_path)) == ["</tool_call>"]
+    # More unused ids than are read, as in Qwen2.5, which has 271.
+    large = write_policy(tmp_path / "large", tokenizer_folder, is_tied=is_tied, unused=MOST_UNUSED + 15)
+    assert untrained_of(config_of(large, tmp_path)) == ["<tool_call>", "</tool_call>"]
 
 
 def test_other_tokens_are_not_found(tmp_path, tokenizer_folder):
     """With tags none is needed; random rows differ; without unused ids there is nothing to compare."""
     folder = write_policy(tmp_path / "policy", tokenizer_folder)
-    assert found(config_of(folder, tmp_path, protocol="tags")) == []
+    assert untrained_of(config_of(folder, tmp_path, protocol="tags")) == []
     thoughts = write_policy(tmp_path / "thoughts", tokenizer_folder, ["<think>"])
-    assert found(config_of(thoughts, tmp_path)) == []
+    assert untrained_of(config_of(thoughts, tmp_path)) == []
     alone = write_policy(tmp_path / "alone", tokenizer_folder, unused=0)
-    assert found(config_of(alone, tmp_path)) == []
+    assert untrained_of(config_of(alone, tmp_path)) == []
     empty = replace(config_of(folder, tmp_path).policy, path="", init=POLICY, tokenizer=str(tokenizer_folder))
-    assert found(replace(config_of(folder, tmp_path), policy=empty)) == []
+    assert untrained_of(replace(config_of(folder, tmp_path), policy=empty)) == []
 
 
 def test_tags_of_the_tokenizer_are_checked_too(tmp_path):
@@ -107,7 +110,7 @@ def test_tags_of_the_tokenizer_are_checked_too(tmp_path):
     params["lm_head"]["kernel"] = kernel
     hf_config = POLICY | {"vocab_size": vocab_size, "eos_token_id": tokenizer.eos_token_id}
     folder = save_folder(params, hf_config, tmp_path / "policy", "float32", tmp_path / "tokenizer")
-    assert found(config_of(folder, tmp_path, protocol="tags")) == ["<search>"]
+    assert untrained_of(config_of(folder, tmp_path, protocol="tags")) == ["<search>"]
 
 
 def test_adapters_are_refused_and_a_full_cold_start_is_not(tmp_path, tokenizer_folder, monkeypatch):

@@ -3,7 +3,7 @@
 The rows of a token, in the embeddings and in the output head, are drawn from the normal distribution that the
 other tokens' rows have, dimension by dimension. So the token has a direction of its own, and adapters can
 learn to write it. The mean of the rows of the token's text would not do: its logit is the mean of their
-logits, so that one of them is always as likely.
+logits, so that the token is never likelier than all of them.
 """
 
 from __future__ import annotations
@@ -70,14 +70,20 @@ def init_tokens(model: Path, tokens: Sequence[str], output: Path) -> None:
     hf_config = read_hf_config(model)
     weights = weight_files(model)
     tokenizer = load_tokenizer(model)
-    added = {str(entry): number for number, entry in tokenizer.added_tokens_decoder.items()}
+    added = tokenizer.get_added_vocab()
     unknown = [token for token in tokens if token not in added]
     if unknown:
         names = ", ".join(map(repr, unknown))
         raise UserError(f"{names}: no added token of the tokenizer; these are: {' '.join(added)}")
+    rows = [added[token] for token in tokens]
+    with open_weights(weights) as opened:
+        if not any(name.endswith(TABLES) for name in opened.files):
+            raise UserError(
+                f"{model}: no tensor is named {' or '.join(TABLES)}; give a model as in docs/models.md"
+            )
     with atomic_folder(output) as partial:
         for path in weights:
-            _write_weights(path, partial / path.name, [added[token] for token in tokens])
+            _write_weights(path, partial / path.name, rows)
         if weights != [model / SINGLE]:
             write_text(partial / INDEX, (model / INDEX).read_text(encoding="utf-8"))
         copy_tokenizer(model, partial)
@@ -99,21 +105,20 @@ def _write_weights(source: Path, target: Path, rows: Sequence[int]) -> None:
                         f" for every token of the tokenizer, in {', '.join(STORED_DTYPES)}"
                     )
                 tensor = tensor.copy()
-                for row in rows:
-                    tensor[row] = _drawn_row(tensor, row).astype(tensor.dtype)
+                tensor[rows] = _drawn_rows(tensor, rows).astype(tensor.dtype)
             tensors[name] = tensor
     save_file(tensors, target, WRITER)
 
 
-def _drawn_row(table: np.ndarray, row: int) -> np.ndarray:
-    """Return a row [D] with the table's mean and deviation; a number always has the same."""
+def _drawn_rows(table: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """Return rows [len(rows), D] with the table's mean and deviation; the number of a row is its seed."""
     others = table[:: max(1, len(table) // MOST_ROWS)].astype(np.float32)
-    noise = np.random.default_rng(row).normal(size=table.shape[1])
+    noise = np.stack([np.random.default_rng(row).normal(size=table.shape[1]) for row in rows])
     return others.mean(axis=0) + others.std(axis=0) * noise
 
 
 def _card(model: Path, tokens: Sequence[str]) -> str:
-    """Return the model card: what was changed."""
+    """Return the model card, which says what was changed."""
     names = ", ".join(json.dumps(token) for token in tokens)
     return (
         f"{model.name}, in which `calibadv init-tokens` drew the rows of the tokens {names} anew, in the"
