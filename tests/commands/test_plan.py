@@ -144,6 +144,15 @@ def test_compilers_refusal_is_no_fit(tmp_path):
     assert lines[2].startswith("would fit: learner.optimizer.offload=host (")
 
 
+def test_remedy_passes_over_a_change_that_is_refused(tmp_path, monkeypatch):
+    run_plan = plan.make_plan(small(tmp_path), find_target(gpu="h100", topology="1x1x4"), 0.4)
+    savers = plan.memory_savers
+    refused = {"learner.microbatch_rows": 0}
+    monkeypatch.setattr(plan, "memory_savers", lambda *arguments: [refused, *savers(*arguments)])
+    lines, _ = plan.memory_verdict(run_plan, {"update": {"refused": "RESOURCE_EXHAUSTED"}})
+    assert lines[2].startswith("would fit: learner.optimizer.offload=host (")
+
+
 @pytest.mark.parametrize(("hosts", "is_beside"), [(1, False), (2, True)])
 def test_learners_base_lies_beside_sampler_that_has_copy(monkeypatch, hosts, is_beside):
     """One process' sampler computes with the base itself, each of several with a copy on its own devices."""

@@ -29,7 +29,9 @@ from calibadv_jax.core.signals import Stop
 from calibadv_jax.core.trajectory import Message, Question
 from calibadv_jax.data.questions import load_questions, write_questions
 from calibadv_jax.distributed.process_group import ProcessGroup
+from calibadv_jax.metrics import trackers
 from calibadv_jax.metrics.console import Console
+from calibadv_jax.metrics.metrics_writer import MetricsWriter
 from calibadv_jax.rollout_store.schema import kept_steps
 from calibadv_jax.rollout_store.writer import RolloutWriter
 from calibadv_jax.run import trainer as trainer_module
@@ -66,6 +68,17 @@ def broken(function, at, fault=None):
         return function(*arguments)
 
     return fail
+
+
+@pytest.mark.parametrize(
+    ("backend", "every", "steps"), [("wandb", 2, [2, 4]), ("wandb", 0, []), ("prometheus", 2, [])]
+)
+def test_trackers_with_tables_get_one_every_few_steps(tmp_path, monkeypatch, backend, every, steps):
+    kept = []
+    monkeypatch.setattr(trackers, "open_backends", lambda *_: [])
+    monkeypatch.setattr(MetricsWriter, "write_table", lambda writer, step, *table: kept.append(step))
+    run(make_config(tmp_path, log={"backends": [backend], "tables_every": every}), tmp_path)
+    assert kept == steps
 
 
 FAULTS = {  # what the second step, or the first of its successor, ends with

@@ -210,6 +210,8 @@ def test_value_beyond_its_limit_is_refused(write, text, message):
             "set top_p=1 and top_k=0, or loss.importance_* to 0",
         ),
         ("rollout: {max_prompt_length: 20000}", "rollout: max_prompt_length is 20000"),
+        ("tools: []", "tools is []: name each action once, and at least one"),
+        ("tools: [search, search]", "tools is ['search', 'search']: name each action once"),
     ],
 )
 def test_keys_that_exclude_each_other_in_a_file_are_refused(write, text, message):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from config_rig import changed
+from hub_rig import running_hub  # noqa: F401
 from rows_rig import write_rows
 from tiny_policy import tiny
 from tools_rig import POLICY, chat_tokenizer
@@ -98,6 +99,12 @@ def test_other_tokens_are_not_found(tmp_path, tokenizer_folder):
     assert untrained_of(config_of(alone, tmp_path)) == []
     empty = replace(config_of(folder, tmp_path).policy, path="", init=POLICY, tokenizer=str(tokenizer_folder))
     assert untrained_of(replace(config_of(folder, tmp_path), policy=empty)) == []
+
+
+def test_weights_of_a_hub_are_fetched_for_it(tmp_path, tokenizer_folder, hub):
+    hub.add("owner/policy", write_policy(tmp_path / "policy", tokenizer_folder))
+    config = config_of("owner/policy", tmp_path)
+    assert untrained_of(config) == ["<tool_call>", "</tool_call>"]
 
 
 def test_tags_of_the_tokenizer_are_checked_too(tmp_path):

@@ -350,6 +350,26 @@ async def test_dead_server_gives_its_completions_away(tmp_path, monkeypatch, no_
         assert (servers[0].waiting, sampler.lost_count, sampler.workers[0].busy) == (3, 1, 0)
 
 
+async def test_idle_worker_is_not_watched(tmp_path, monkeypatch, no_return):
+    """It holds nothing that could hang, and the next completion finds out whether it is there."""
+    monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.02)
+    servers, asked = [Server(), Server()], set()
+
+    async def ask_label(http, url):
+        asked.add(url)
+        return f"{sampler.run}/3"
+
+    async with sampling(tmp_path, *servers) as sampler:
+        monkeypatch.setattr(vllm_sampler, "ask_label", ask_label)
+        servers[0].gate.clear()
+        (task,) = begin(sampler, "s")
+        await until(lambda: asked)
+        await asyncio.sleep(0.1)
+        assert asked == {sampler.workers[0].url}
+        servers[0].gate.set()
+        assert (await task).token_ids == SCRIPT
+
+
 async def test_server_in_a_long_step_is_waited_for(tmp_path, monkeypatch):
     """Its label is answered between two steps of the engine only; its health at any time."""
     monkeypatch.setattr(vllm_sampler, "WATCH_PAUSE", 0.02)

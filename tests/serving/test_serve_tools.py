@@ -61,6 +61,7 @@ def test_calls_are_shown_on_request():
         {"query": "eve"},
     ]
     assert [call["id"] for call in calls["tool_calls"]] == [ann["tool_call_id"], eve["tool_call_id"]]
+    assert ann["tool_call_id"] != eve["tool_call_id"]
     assert calls["reasoning_content"] == "both" and calls["content"] is None
     assert DOCUMENT.text in ann["content"] and "<" not in eve["content"]
     assert answer == {"role": "assistant", "content": "Ann"}

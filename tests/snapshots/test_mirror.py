@@ -183,6 +183,21 @@ def test_older_start_cannot_write_its_marker(tmp_path, monkeypatch, s3, kind):
     assert checkpoints(tmp_path / "c") == [2, 3]
 
 
+def test_start_that_comes_between_check_and_takeover_is_taken_over(tmp_path, copied, monkeypatch):
+    mirror, other = opened(tmp_path / "b", copied), opened(tmp_path / "c", copied)
+    claim, claims = mirror._claim, []
+
+    def claim_late(is_newer):
+        claims.append(is_newer)
+        if len(claims) == 1:
+            other.fetch(claim=True)
+        claim(is_newer)
+
+    monkeypatch.setattr(mirror, "_claim", claim_late)
+    assert mirror.fetch(claim=True) and claims == [True, True]
+    assert checkpoints(tmp_path / "b") == steps_at(copied) and marker(copied)["owner"] == mirror._marker.owner
+
+
 def test_slow_store_gets_the_newest_checkpoint(tmp_path, monkeypatch):
     """Each upload takes longer than a checkpoint is kept in the run's folder."""
     store, folder, uploads = tmp_path / "store", tmp_path / "a", []
