@@ -62,8 +62,8 @@ def init_tokens(model: Path, tokens: Sequence[str], output: Path) -> None:
         output: the folder to write, complete or not at all.
 
     Raises:
-        UserError: `output` exists, a token is not one of the tokenizer's added ones, or files of the model
-            are missing or damaged.
+        UserError: `output` exists, a token is not one of the tokenizer's added ones, files of the model are
+            missing or damaged, or none of its tensors is named as embeddings or output head are.
     """
     if output.exists():
         raise UserError(f"{output}: exists already; choose another --output")
