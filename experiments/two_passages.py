@@ -1,11 +1,13 @@
 """Questions that need two passages: the files and the measures of experiments/second_search_real.md.
 
     python -m experiments.two_passages select DEMONSTRATIONS TEST --output FOLDER
+        [--most-searches 2] [--one-search 200]
     python -m experiments.two_passages measure EVALUATION.jsonl …
 
 `select` takes what `calibadv demonstrate` wrote and the test questions, and writes those of hotpotqa,
-2wikimultihopqa and musique that name two passages or more: `demonstrations.jsonl` (all with two searches, and
-ONE_SEARCH with one), `questions.jsonl` (of all with one or two searches, to train on) and `test.jsonl`.
+2wikimultihopqa and musique that name two passages or more: `demonstrations.jsonl` (all that search again, up
+to --most-searches times, and --one-search that do not), `questions.jsonl` (of all up to that number, to train
+on) and `test.jsonl`.
 
 `measure` prints a line for each evaluation: its scores, the share of the questions whose answer stands in
 what the searches returned (yes and no never count), and what the first query is.
@@ -28,6 +30,7 @@ from calibadv_jax.evaluation.records import read_rows
 from calibadv_jax.metrics.console import table
 
 SOURCES = ("hotpotqa", "2wikimultihopqa", "musique")
+MOST_SEARCHES = 2  # of a demonstration
 ONE_SEARCH = 200  # demonstrations in which one search finds both passages
 SCORES = ("f1", "em", "format", "searches", "evidence", "tokens")
 SEED = 0
@@ -40,27 +43,34 @@ def needs_two(row: Row) -> bool:
     return row["data_source"] in SOURCES and len(row["supporting_ids"]) >= 2
 
 
-def select(demonstrations: Iterable[Row], test: Iterable[Row]) -> dict[str, list[Row]]:
+def select(
+    demonstrations: Iterable[Row],
+    test: Iterable[Row],
+    most_searches: int = MOST_SEARCHES,
+    one_search: int = ONE_SEARCH,
+) -> dict[str, list[Row]]:
     """Return the rows of each file that `select` writes.
 
     Args:
         demonstrations: rows of the file of `calibadv demonstrate`.
         test: rows of the test questions.
+        most_searches: demonstrations with more searches are left out.
+        one_search: number of demonstrations with one search, drawn among them; fewer where there are fewer.
 
     Returns:
         Name of a file -> its rows; the order of the demonstrations is drawn.
     """
-    by_searches: dict[int, list[Row]] = {1: [], 2: []}
+    once: list[Row] = []
+    again: list[Row] = []
     for row in demonstrations:
         num_searches = len(row["turns"]) - 1  # the last turn answers
-        if needs_two(row) and num_searches in by_searches:
-            by_searches[num_searches].append(row)
+        if needs_two(row) and 1 <= num_searches <= most_searches:
+            (once if num_searches == 1 else again).append(row)
     rng = random.Random(SEED)
-    once, twice = by_searches[1], by_searches[2]
-    chosen = twice + rng.sample(once, min(ONE_SEARCH, len(once)))
+    chosen = again + rng.sample(once, min(one_search, len(once)))
     rng.shuffle(chosen)
     questions: list[Row] = [
-        {name: value for name, value in row.items() if name != "turns"} for row in (*once, *twice)
+        {name: value for name, value in row.items() if name != "turns"} for row in (*once, *again)
     ]
     return {
         "demonstrations.jsonl": chosen,
@@ -116,6 +126,10 @@ def main(argv: list[str] | None = None) -> int:
     selecting.add_argument("demonstrations", type=Path, help="of calibadv demonstrate")
     selecting.add_argument("test", type=Path, help="the test questions")
     selecting.add_argument("--output", type=Path, required=True, help="folder of the files")
+    selecting.add_argument("--most-searches", type=int, default=MOST_SEARCHES, help="of a demonstration")
+    selecting.add_argument(
+        "--one-search", type=int, default=ONE_SEARCH, help="demonstrations with one search (at most)"
+    )
     measuring = commands.add_parser("measure", help="print the measures of evaluations")
     measuring.add_argument("evaluations", type=Path, nargs="+", help=".jsonl files of calibadv evaluate")
     arguments = parser.parse_args(argv)
@@ -124,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
             [row for _, row in row_files.read_rows(path)]
             for path in (arguments.demonstrations, arguments.test)
         )
-        for name, rows in select(demonstrations, test).items():
+        files = select(demonstrations, test, arguments.most_searches, arguments.one_search)
+        for name, rows in files.items():
             write_jsonl(arguments.output / name, rows)
             sys.stdout.write(f"{arguments.output / name}: {len(rows)} rows\n")
         return 0

@@ -45,6 +45,14 @@ def test_only_questions_that_need_two_passages_are_chosen(tmp_path, capsys):
     assert (tmp_path / "demonstrations.jsonl").read_bytes() == first  # the draw is the same
 
 
+def test_more_searches_and_fewer_demonstrations_with_one_can_be_chosen():
+    rows = [demonstration(f"once {i}", 1) for i in range(5)]
+    rows += [demonstration(f"more {i}", i) for i in (2, 3, 4)] + [demonstration("none", 0)]
+    files = two_passages.select(rows, [], most_searches=3, one_search=2)
+    assert sorted(len(row["turns"]) - 1 for row in files["demonstrations.jsonl"]) == [1, 1, 2, 3]
+    assert [row["id"] for row in files["questions.jsonl"]][5:] == ["more 2", "more 3"]
+
+
 def row(name, answers, searches, observations, **scores):
     turns = [
         {"kind": "search", "text": f"<search> {query} </search>", "observation": text}
